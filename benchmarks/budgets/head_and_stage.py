@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +40,8 @@ WIDTH, CHILDREN, LIVE = 64, 16, 600
 CHUNK = 512  # rows of prompts in one batch
 NAMESPACE = "budgets"
 STATE = PipelineState(num_stages=8, step=0)
+# What a runner asks of a model before it computes.
+NO_MODEL = cast(ModelSlice, SimpleNamespace(parallel=SimpleNamespace(size=1), recurrent=False))
 
 
 def grown_tree(rng: np.random.Generator, nodes: int) -> Tree:
@@ -102,7 +105,7 @@ def stage(repeats: int, context: int, width: int) -> float:
     """Apply a verdict of one token at a stage that holds 9 steps of `width` rows."""
     rng = np.random.default_rng(0)
     tree = grown_tree(rng, 9 * width)
-    runner = SliceRunner(cast(ModelSlice, None), context + 10 * width)
+    runner = SliceRunner(NO_MODEL, context + 10 * width)
     text = Context(1, [0] * context, [*range(1, context), 0])  # ends with the tree's root
     for start in range(0, context, CHUNK):
         runner._admit(Batch(0, text.rows(start, min(start + CHUNK, context))))
@@ -154,7 +157,7 @@ def head_of_many(steps: int, requests: int) -> float:
 
 def stage_of_many(repeats: int, requests: int, context: int) -> tuple[float, float]:
     """Allocate slots and a plan for 64 rows of many sequences; apply a verdict on each of them."""
-    runner = SliceRunner(cast(ModelSlice, None), requests * (context + 8))
+    runner = SliceRunner(NO_MODEL, requests * (context + 8))
     per_step = max(WIDTH // requests, 1)
     rows, verdicts = [], []
     for number in range(requests):

@@ -23,14 +23,7 @@ from pipespec.controller.async_request_log import (
     TelemetryReader,
     block_ms,
 )
-from pipespec.controller.log_records import (
-    Accepted,
-    Event,
-    Finished,
-    check_size,
-    entries_of,
-    event_from,
-)
+from pipespec.controller.log_records import Accepted, Event, Finished, entries_of, event_from
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import Request, SamplingParams
@@ -94,9 +87,8 @@ class AsyncAnswer:
         assert all(0 < len(each.prompt) <= context for each in requests), (
             "the KV pools are made for no more"
         )
-        check_size(requests, context)
         log = client.log
-        asking = asyncio.ensure_future(log.enqueue_all(requests))
+        asking = asyncio.ensure_future(log.enqueue(requests, context))
         try:
             # Their numbers must be known, or they could not be cancelled.
             numbers = await asyncio.shield(asking)
@@ -260,8 +252,9 @@ class AsyncClient:
         """Cancel requests; only the end of this client waits for it."""
 
         async def cancelling() -> None:
-            # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
-            with suppress(ControllerError):
+            # A cluster that is gone decodes nothing, and a log that has forgotten them or refused
+            # them neither.
+            with suppress(ControllerError, ConfigError):
                 for request in requests if isinstance(requests, list) else await requests:
                     await log.cancel(request)
 

@@ -157,13 +157,9 @@ class AsyncRequestLog:
         self._pipe.url = self._reports.url = url
         await self.close()
 
-    async def enqueue(self, **fields: Any) -> int:
-        """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
-        return (await self.enqueue_all([Request(id=0, **fields)]))[0]
-
-    async def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
+    async def enqueue(self, requests: Sequence[Request], context: int) -> list[int]:
         """Puts requests of one user in the queue (`enqueuing`); their ids. Raises LogFull."""
-        first: int = await self._patiently(self._pipe, enqueuing(self._keys, requests))
+        first: int = await self._patiently(self._pipe, enqueuing(self._keys, requests, context))
         return [*range(first, first + len(requests))]
 
     async def check_writable(self) -> None:

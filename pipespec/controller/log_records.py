@@ -118,15 +118,12 @@ def unpack_logprobs(text: str) -> TokenLogprobs:
 def pack_requests(requests: Sequence[Request]) -> tuple[str, list[str]]:
     """What requests of one user have in common, each prompt once, and what each has of its own:
     they differ in nothing but prompt, length and seed."""
-    number = {
-        prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(r.prompt) for r in requests))
-    }
-    spec = asdict(replace(requests[0], prompt=()))
-    del spec["id"]
+    number: dict[tuple[int, ...], int] = {}
     own = [
-        [number[tuple(each.prompt)], each.max_new_tokens, each.sampling.seed] for each in requests
+        [number.setdefault(each.prompt, len(number)), each.max_new_tokens, each.sampling.seed]
+        for each in requests
     ]
-    shared = [spec, [*number]]
+    shared = [asdict(replace(requests[0], prompt=())), [*number]]
     return json.dumps(shared, separators=(",", ":")), [*map(json.dumps, own)]
 
 
@@ -136,7 +133,7 @@ Shared = tuple[Request, list[tuple[int, ...]]]
 
 def unpack_shared(packed: bytes) -> Shared:
     spec, prompts = json.loads(packed)
-    return from_fields(Request, {**spec, "id": 0}), [*map(tuple, prompts)]
+    return from_fields(Request, spec), [*map(tuple, prompts)]
 
 
 def unpack_request(request: int, shared: Shared, own: bytes) -> Request:
@@ -144,14 +141,13 @@ def unpack_request(request: int, shared: Shared, own: bytes) -> Request:
     common, prompts = shared
     prompt, longest, seed = json.loads(own)
     sampling = replace(common.sampling, seed=seed)
-    found = replace(common, id=request, prompt=prompts[prompt], max_new_tokens=longest)
-    return replace(found, sampling=sampling)
+    fields = {"id": request, "prompt": prompts[prompt], "max_new_tokens": longest}
+    return replace(common, sampling=sampling, **fields)
 
 
-def check_size(requests: Sequence[Request], context: int) -> None:
-    """Raise ConfigError if requests of one user may occupy more than `MAX_BYTES` of the log.
-    `context`: the most tokens of a prompt and its answer."""
-    size = len(pack_requests(requests)[0])
+def check_size(requests: Sequence[Request], size: int, context: int) -> None:
+    """Raise ConfigError if requests of one user, which share `size` bytes, may occupy more than
+    `MAX_BYTES` of the log. `context`: the most tokens of a prompt and its answer."""
     for each in requests:
         counts = each.sampling.logprobs, each.sampling.prompt_logprobs
         new, scored = (0 if k is None else TOKEN_BYTES + (k + 1) * LOGPROB_BYTES for k in counts)

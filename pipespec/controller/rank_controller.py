@@ -39,7 +39,6 @@ KEEP_PUBLISHED_S = 10
 CANCEL = b"CANCEL "
 # The entry of a ready list that lua/includes/notify_head.lua makes.
 ARRIVED = b"ARRIVED"
-NONE_WAIT: Mapping[str, tuple[int, int]] = MappingProxyType({})
 # The draft tokens with which the head ends a lossy sequence: the last stage, which may still have
 # its rows, waits for no more.
 END_OF_SEQUENCE = DraftTokens(2**62, *np.empty((3, 0), np.int64))
@@ -94,7 +93,7 @@ class Controller(RequestLog):
         self._closed = False
         # How many requests were left there, and what waited at the head then.
         self._num_left = 0
-        self._waiting: Mapping[str, tuple[int, int]] = NONE_WAIT
+        self._waiting: Mapping[str, tuple[int, int]] = {}
         # Of each lossy sequence: the last entry of its draft tokens that was read, and its step.
         self._draft_positions: dict[int, tuple[str, int]] = {}
         self._send_blocking_pop()
@@ -151,7 +150,7 @@ class Controller(RequestLog):
     def next_requests(
         self,
         count: int,
-        waiting: Mapping[str, tuple[int, int]] = NONE_WAIT,
+        waiting: Mapping[str, tuple[int, int]] = MappingProxyType({}),
         *,
         wait: bool,
     ) -> list[tuple[Request, tuple[int, ...]]] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from pipespec.controller.log_records import (
     CANCELLED,
     Accepted,
+    check_size,
     entries_of,
     event_from,
     pack_logprobs,
@@ -20,6 +21,7 @@ from pipespec.controller.lua_scripts import evalsha
 from pipespec.controller.redis_connection import RedisClient
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import PromptLogprobs, Request
+from pipespec.limits import MAX_COUNT
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -121,10 +123,14 @@ class RequestLog(RedisClient):
 # --- what users ask for, as commands that may run twice ----------------------------------------
 
 
-def enqueuing(keys: RedisKeys, requests: Sequence[Request]) -> tuple[Any, ...]:
+def enqueuing(
+    keys: RedisKeys, requests: Sequence[Request], context: int = MAX_COUNT
+) -> tuple[Any, ...]:
     """Puts requests in the queue that differ in prompt, length and seed alone; the reply is the
-    number of the first. Their `id` is not looked at."""
+    number of the first. Their `id` is not looked at. Raises ConfigError if they may occupy too much
+    (`check_size`)."""
     shared, own = pack_requests(requests)
+    check_size(requests, len(shared), context)
     lengths = [len(each.prompt) for each in requests]
     return evalsha(
         "enqueue",

@@ -66,7 +66,7 @@ class Admission:
         self._unsent_started: list[Sequence] = []
         self._unsent_finished: list[int] = []
         self._unsent_preempted: list[int] = []
-        self._restarted: list[Sequence] = []  # since `preempt` was called
+        self._put_back: list[Sequence] = []  # since `preempt` was called
 
     @property
     def idle(self) -> bool:
@@ -150,10 +150,9 @@ class Admission:
         """Start waiting requests in their order, as long as there are slots for their text, and
         room in a batch for their starts; those that wait for a prefix block no other."""
         bytes_left = MAX_STARTED_BYTES - sum(each.start.num_bytes for each in self._unsent_started)
-        waiting, self._refused = self.waiting.copy(), None
+        waiting, self._refused = sorted(self.waiting, key=self._turn), None
         while waiting:
-            sequence = min(waiting, key=self._turn)
-            waiting.remove(sequence)
+            sequence = waiting.pop(0)
             if self._waits_for_prefix(sequence):
                 continue
             parent, shared, awaited = self._find_prefix(sequence)
@@ -168,6 +167,7 @@ class Admission:
                 break
             self.waiting.remove(sequence)
             self._start(sequence, parent, shared)
+            waiting.sort(key=self._turn)  # its tenant has a place more
             yield sequence
 
     def _start(self, sequence: Sequence, parent: int, shared: int) -> None:
@@ -268,11 +268,10 @@ class Admission:
         """Preempt the last requests until the root that has waited longest has slots, and those
         that yield to the next to start until it fits; returns their sequences, which wait again,
         and those that `drop_text` has restarted."""
-        preempted, self._restarted = self._restarted, []
         while yielding := self._yielding():
-            last = max(yielding, key=self._turn)
-            preempted.append(self._put_back(last))
+            self._preempt(max(yielding, key=self._turn))
             self.preemptions += 1
+        preempted, self._put_back = self._put_back, []
         return preempted
 
     def _yielding(self) -> list[Sequence]:
@@ -313,12 +312,12 @@ class Admission:
         requests that share them."""
         for each in self.cache.drop(number):
             if each != number:
-                self._restarted.append(self._put_back(self.sequences[each], retain=False))
+                self._preempt(self.sequences[each], retain=False)
 
-    def _put_back(self, sequence: Sequence, *, retain: bool = True) -> Sequence:
+    def _preempt(self, sequence: Sequence, *, retain: bool = True) -> None:
         self._leave(sequence, self._unsent_preempted, retain=retain)
         self._enqueue(sequence)
-        return sequence
+        self._put_back.append(sequence)
 
     def finish(self, sequence: Sequence, *, retain: bool = True) -> None:
         self._leave(sequence, self._unsent_finished, retain=retain)

@@ -29,7 +29,7 @@ from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LOADING_S, progress
-from pipespec.timing.batch_times import Ema, RowTimes, merge_times, pack
+from pipespec.timing.batch_times import RowTimes, merge_times, pack
 from pipespec.timing.clock import REAL_TIME, StepClock
 from pipespec.timing.trace import Timeline
 from pipespec.transport.transport import Transport
@@ -90,7 +90,6 @@ class HeadLoop:
         self.timing = SendTiming()
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
-        self._usual_ms = Ema()  # of a step
         self._done: list[Task] = []
         self._submitted = 0  # steps
         self._rounds = RowTimes()  # of the draft, by the nodes that they expanded
@@ -182,7 +181,7 @@ class HeadLoop:
     def begin_step(self) -> None:
         step = self.timeline.step = self.scheduler.step
         self._step_started_ns = self.timeline.clock()
-        self.settings.masks.grant_share(self._usual_ms.value)
+        self.settings.masks.grant_share(self.scheduler.stats.without_prompts.value)
         # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
         ahead = self.layout.num_steps if self.layout.sync == "free" else 0
         self.submit_steps(step + ahead)
@@ -299,7 +298,6 @@ class HeadLoop:
                     self.controller.publish_draft_tokens(number, sequence.draft_tokens(batch))
 
     def after_send(self) -> None:
-        self._usual_ms.add(self.elapsed_ms())
         self.log_accepted()
         self.publish_tree()
 

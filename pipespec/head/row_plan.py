@@ -96,7 +96,7 @@ def plan_rows(
     if mixed:  # prompts are read beside running answers
         if candidates:  # as many roots as a batch has rows leave one row for prompts
             num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
-        in_time = stats.rows_within(MAX_SLOWDOWN, num_roots)
+        in_time = stats.rows_within(MAX_SLOWDOWN, num_roots, stats.without_prompts.value)
         if in_time is not None:
             batch_rows = min(batch_rows, max(in_time, num_roots + 1))
     elif most_rows is not None:
@@ -129,10 +129,12 @@ def _shared_out(sequences: list[Sequence], stats: StepStats) -> tuple[list[Seque
     with fewer running answers do; but it has as many as each of these. The roots that have waited
     longest go first.
     """
+    if len({each.request.tenant for each in sequences}) < 2:
+        return sequences, None
     counts = Counter(each.request.tenant for each in sequences)
     most_rows, total, before = None, 0, 1
     for tenant, count in sorted(counts.items(), key=lambda item: item[1]):
-        rows = stats.rows_beside(MAX_SLOWDOWN, total) if total else None
+        rows = stats.rows_within(MAX_SLOWDOWN, total) if total else None
         if rows is not None and count > max(rows - total, before):
             most_rows, counts[tenant] = rows, max(rows - total, before)
         before = counts[tenant]

@@ -34,9 +34,8 @@ StopCheck = Callable[[int], bool]
 
 # The number of a sequence that is not in the pipeline.
 NOT_IN_PIPELINE = -1
-# Tokens of a turn, where tenants take turns, and how many that were read make it a token longer.
+# Tokens of a turn, where tenants take turns; as many that were read make it a token longer.
 TURN = 16
-READ_PER_TOKEN = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -167,12 +166,11 @@ class Sequence:
     def can_yield_to(self, other: Sequence) -> bool:
         """Whether it can leave the pipeline for a tenant that has no request there: it has decided
         enough since it entered to be worth the text that it has read; or a token, if the other has
-        not started yet. As that happens once to each request, first tokens do not wait for
-        turns."""
+        not started yet: a request takes no turn for its first token."""
         decided = len(self.context.tokens) - self.committed_len
         if other.cached is None:
             return decided > 0
-        return decided >= max(TURN, (self.committed_len - self.start.shared_len) // READ_PER_TOKEN)
+        return decided >= max(TURN, (self.committed_len - self.start.shared_len) // TURN)
 
     @property
     def num_slots_held(self) -> int:

@@ -92,7 +92,7 @@ class StepStats:
         self._fed = Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
-        self._without_prompts = Ema()  # ms per step without rows of prompts
+        self.without_prompts = Ema()  # ms per step without rows of prompts
         self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
         self._verdict = Ema()
@@ -195,7 +195,7 @@ class StepStats:
         )
         now = self._now
         if not now.prompt_rows:
-            self._without_prompts.add(ms)
+            self.without_prompts.add(ms)
         if self._learnt is not None and not now.prompt_rows:
             slots_ms = self._stages.slot_ms * self._stages.slots
             took_ms = ms - now.delaying_ms
@@ -229,18 +229,11 @@ class StepStats:
     def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
         self._in_flight.append((rows, prompt_rows))
 
-    def rows_within(self, stretch: float, roots: int) -> int | None:
-        """The largest batch with which a step lasts at most `stretch` times as long as without
-        rows of prompts but with so many roots, or twice the largest measured one; None: nothing was
-        measured."""
-        least_ms = self._without_prompts.value
-        return None if least_ms is None else self.rows_beside(stretch, roots, least_ms)
-
-    def rows_beside(self, stretch: float, roots: int, least_ms: float = 0.0) -> int | None:
+    def rows_within(self, stretch: float, roots: int, least_ms: float | None = 0.0) -> int | None:
         """The largest batch which the stages compute in `stretch` times the time of so many roots,
         or of `least_ms`; or twice the largest measured one. None: nothing was measured."""
         curve = self._curve(self._stages.with_slots())
-        if not curve:
+        if least_ms is None or not curve:
             return None
         most_ms = stretch * max(least_ms, ms_at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]

@@ -29,7 +29,7 @@ from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.core import SamplingParams
+from pipespec.core import Request, SamplingParams
 from pipespec.errors import ControllerError, RankFailed, Unreachable
 from pipespec.system.process_identity import since_boot
 from pipespec.timing.stats import empty_report
@@ -375,14 +375,14 @@ async def test_a_call_cancelled_halfway_does_not_disturb_the_next(
     server: EmbeddedRedis, head: Controller
 ) -> None:
     log = AsyncRequestLog(server.url, namespace=NAMESPACE, patience=LONG_S)
-    first = await log.enqueue(**ASKED)
+    (first,) = await log.enqueue([Request(0, **ASKED)], 99)
     for turns in range(1, 20):  # of the loop, before it is cancelled
         asking = asyncio.ensure_future(log.look())
         for _ in range(turns):
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
-    second = await log.enqueue(**ASKED)
+    (second,) = await log.enqueue([Request(0, **ASKED)], 99)
     assert second == first + 1
     taken = take(head)
     assert taken is not None

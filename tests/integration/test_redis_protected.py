@@ -26,7 +26,7 @@ from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.core import SamplingParams
+from pipespec.core import Request, SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.process_identity import is_stopped
 from tests.helpers.listening import listening
@@ -65,7 +65,7 @@ async def enqueue(url: str) -> int:
     """As a client in an event loop does."""
     log = AsyncRequestLog(url, namespace="protected", patience=0)
     try:
-        return await log.enqueue(**ASKED)
+        return (await log.enqueue([Request(0, **ASKED)], 99))[0]
     finally:
         await log.close()
 

@@ -25,7 +25,7 @@ from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.task_graph import Layout, compute, step_graph
-from pipespec.core import SamplingParams
+from pipespec.core import Request, SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.redis_tls import Between, redis_server
@@ -394,7 +394,7 @@ def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
     async def ask_twice(url: str) -> list[int]:
         log = AsyncRequestLog(url, namespace=NAMESPACE, patience=LONG_S)
         try:
-            return [await log.enqueue(**ASKED) for _ in range(2)]
+            return [(await log.enqueue([Request(0, **ASKED)], 99))[0] for _ in range(2)]
         finally:
             await log.close()
 

@@ -21,7 +21,7 @@ from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.epoch_control import MAX_FAILED_CLUSTERS
-from pipespec.controller.log_records import FAILED, Accepted, Event, Finished, check_size
+from pipespec.controller.log_records import FAILED, Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
@@ -620,7 +620,7 @@ def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
         occupied = sum(pipe.call("MEMORY", "USAGE", name(number)) for name in names)
         patched.setattr(log_records, "MAX_BYTES", occupied)
         with pytest.raises(ConfigError, match="may take"):
-            check_size([request], 2 * count + 1)
+            enqueuing(keys, [request], 2 * count + 1)
 
 
 @pytest.mark.parametrize(
@@ -639,7 +639,7 @@ def test_request_that_may_occupy_too_much_is_refused_by_name(
 ) -> None:
     request = Request(0, (1,) * 1000, tokens, sampling=Asked(**asked))
     with nullcontext() if fits else pytest.raises(ConfigError, match="may take 18; ask for fewer"):
-        check_size([request] * count, 10**7)
+        enqueuing(RedisKeys("any"), [request] * count, 10**7)
 
 
 def test_requests_are_refused_while_memory_is_full_and_finished_ones_go_sooner(

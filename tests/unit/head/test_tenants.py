@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
 import pytest
 
-from pipespec.core import KIND, LAST_COMMITTED, SEQUENCE, Request, Verdict
+from pipespec.core import DRAFT, KIND, LAST_COMMITTED, SEQUENCE, Request, Verdict
 from pipespec.head.policies.root import Root
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
@@ -23,18 +22,15 @@ LONG = 400  # tokens of an answer
 class Tenants:
     """A scheduler whose pipeline decides a token of each row that needs one, two steps later."""
 
-    def __init__(self, num_slots: int = 2**62, prefill_chunk: int = 64, places: int = PLACES):
-        config = SchedulerConfig(
-            Root(), 2, 1, prefill_chunk, 10_000, places, 64, num_slots, max_retained=16
-        )
+    def __init__(self, num_slots: int = 2**62, places: int = PLACES):
+        config = SchedulerConfig(Root(), 2, 1, 64, 10_000, places, 64, num_slots, max_retained=16)
         self.scheduler = Scheduler(config)
         self.admission = self.scheduler.admission
         self.ids = count()
-        self.tokens: Counter[str] = Counter()  # decided, by tenant
+        self.tokens: Counter[str | int] = Counter()  # decided, by tenant and by request
         self.started: dict[int, int] = {}  # the step of the first token, by request
         self.ended: list[int] = []
         self.rows = 0  # of the last batch
-        self.decided: Counter[int] = Counter()  # tokens, by request
         self._leaving: list[set[int]] = [set(), set()]  # sequences whose next tokens are computed
 
     def add(self, tenant: str, new_tokens: int = LONG, prompt: int = 2, priority: int = 0) -> int:
@@ -54,8 +50,7 @@ class Tenants:
                     continue
                 request = sequence.request
                 update = on.apply(Verdict(number, len(sequence.context.tokens), (7,)), 0)
-                self.tokens[request.tenant] += 1
-                self.decided[request.id] += 1
+                self.tokens.update((request.tenant, request.id))
                 self.started.setdefault(request.id, on.step)
                 if update is not None and update.reason:
                     self.ended.append(request.id)
@@ -63,47 +58,42 @@ class Tenants:
             self.admission.preempt()
             batch = on.next_batch(on.plan_batch(0.0))
             self.rows = len(batch)
-            last = batch.rows[(batch.rows[:, KIND] == LAST_COMMITTED) | (batch.rows[:, KIND] == 0)]
-            self._leaving.append(set(last[:, SEQUENCE].tolist()))
+            last = batch.rows[np.isin(batch.rows[:, KIND], (DRAFT, LAST_COMMITTED)), SEQUENCE]
+            self._leaving.append({*last.tolist()})
             on.end_step(1.0)
 
     def steps_to_start(self, tenant: str, most: int = 1000, **request: int) -> int:
         """Steps from the arrival of a short request to its first token."""
         number, before = self.add(tenant, 8, **request), self.scheduler.step
-        for _ in range(most):
+        while number not in self.started:
+            assert self.scheduler.step < before + most, f"no token within {most} steps"
             self.run(1)
-            if number in self.started:
-                return self.started[number] - before
-        raise AssertionError(f"no token within {most} steps")
+        return self.started[number] - before
 
 
-def crowds() -> Iterator[pytest.param]:
-    """Whose requests are there already, and how many steps a short one of another tenant may take
-    to its first token (without any other, 3)."""
-    one = {"crowd": 50}
-    yield pytest.param(one, {}, {}, 6, id="one tenant")
-    yield pytest.param(one, {"prompt": 640}, {}, 6, id="long prompts")
-    yield pytest.param(one, {"priority": -9}, {}, 6, id="of more urgent requests")
-    yield pytest.param(one, {}, {"num_slots": 300}, 12, id="all KV slots")
-    tenants = {f"tenant {i}": 10 for i in range(3)}
-    yield pytest.param(tenants, {}, {}, 6, id="a tenant for each place but one")
-    tenants = {f"tenant {i}": 10 for i in range(PLACES)}
-    yield pytest.param(tenants, {}, {}, 8, id="a tenant for each place")
-    tenants = {f"tenant {i}": 1 for i in range(2 * PLACES)}
-    yield pytest.param(tenants, {}, {}, 16, id="more tenants than places")
-    yield pytest.param(tenants, {"prompt": 640}, {}, 80, id="more tenants with long prompts")
-    yield pytest.param({"": 50}, {}, {}, 6, id="requests without a key")
+# Whose requests are there already, and how many steps a short one of another tenant may take to its
+# first token (without any other, 3).
+CROWDS = {
+    "one tenant": (["crowd"] * 50, {}, 2**62, 6),
+    "long prompts": (["crowd"] * 50, {"prompt": 640}, 2**62, 6),
+    "of more urgent requests": (["crowd"] * 50, {"priority": -9}, 2**62, 6),
+    "all KV slots": (["crowd"] * 50, {}, 300, 12),
+    "a tenant for each place but one": ([*"abc"] * 10, {}, 2**62, 6),
+    "a tenant for each place": ([*"abcd"] * 10, {}, 2**62, 8),
+    "more tenants than places": ([*"abcdefgh"], {}, 2**62, 16),
+    "more tenants with long prompts": ([*"abcdefgh"], {"prompt": 640}, 2**62, 80),
+    "requests without a key": ([""] * 50, {}, 2**62, 6),
+}
 
 
-@pytest.mark.parametrize(("crowd", "of_crowd", "pipeline", "most"), [*crowds()])
+@pytest.mark.parametrize(("crowd", "of_crowd", "num_slots", "most"), CROWDS.values(), ids=CROWDS)
 @pytest.mark.parametrize("after", [0, 40])
 def test_short_request_starts_at_once_beside_many_long_ones_of_others(
-    crowd: dict[str, int], of_crowd: dict[str, int], pipeline: dict[str, int], most: int, after: int
+    crowd: list[str], of_crowd: dict[str, int], num_slots: int, most: int, after: int
 ):
-    on = Tenants(**pipeline)
-    for tenant, requests in crowd.items():
-        for _ in range(requests):
-            on.add(tenant, **of_crowd)
+    on = Tenants(num_slots)
+    for tenant in crowd:
+        on.add(tenant, **of_crowd)
     on.run(after)
     assert on.steps_to_start("short") <= most
     on.run(12 + most)
@@ -133,7 +123,8 @@ def test_tenants_with_many_requests_get_as_many_tokens_as_each_other():
         for _ in range(requests):
             on.add(tenant, **fields)
     on.run(LONG // 2)
-    assert max(on.tokens.values()) <= 1.2 * min(on.tokens.values())
+    tokens = [on.tokens[tenant] for tenant in ("many", "few", "long prompts", "one")]
+    assert max(tokens) <= 1.2 * min(tokens)
     preemptions = on.admission.preemptions
     on.run(LONG // 4)
     assert on.admission.preemptions == preemptions, "who has a share keeps it"
@@ -156,11 +147,11 @@ def test_tenant_that_was_away_has_saved_up_no_turns():
     for i in range(2 * PLACES):
         on.add(f"tenant {i}")
     on.run(300)
-    early, others = on.add("early"), on.tokens.copy()
+    early, before = on.add("early"), on.tokens.copy()
     on.run(200)
-    gained = {tenant: count - others[tenant] for tenant, count in on.tokens.items()}
     assert early in on.started
-    assert gained["early"] <= 2 * np.median(list(gained.values()))
+    others = [on.tokens[name] - before[name] for name in before if name not in (0, "early")]
+    assert on.tokens[early] <= 2 * np.median(others)
 
 
 DEAR = [(1, 11.0), (2, 12.0), (4, 14.0), (8, 18.0), (16, 26.0), (32, 42.0), (64, 74.0)]
@@ -186,11 +177,11 @@ def test_many_answers_of_a_tenant_do_not_lengthen_the_steps_of_others(
     on.scheduler.update_stage_times(BatchTimes(tuple(times)))
     numbers = {tenant: [on.add(tenant) for _ in range(n)] for tenant, n in answers.items()}
     on.run(20)
-    before, rows = on.decided.copy(), []
+    before, rows = on.tokens.copy(), []
     for _ in range(80):
         on.run(1)
         rows.append(on.rows)
-    gained = on.decided - before
+    gained = on.tokens - before
     assert max(rows) <= most_rows
     smallest = min(answers, key=lambda tenant: answers[tenant])
     assert all(gained[number] >= 39 for number in numbers[smallest]), "it loses no step"
