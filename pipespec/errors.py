@@ -7,10 +7,10 @@
      │    └── PromptError   the prompt cannot be used
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
+     │    │    └── WritesRefused    it reads, but writes nothing now
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
      │    ├── GraphError    a task or an edge is not valid
      │    ├── LogFull       the request log takes no further request now
-     │    ├── WritesRefused Redis reads, but writes nothing
      │    └── UnknownRequest    the request log does not have it
      ├── GrammarError       the text cannot follow its grammar any further
      ├── NonFiniteLogits    the target's logits are not finite
@@ -91,8 +91,8 @@ class LogFull(ControllerError):
     """The request log takes no further request now."""
 
 
-class WritesRefused(ControllerError):
-    """Redis reads, but writes nothing."""
+class WritesRefused(Unreachable):
+    """Redis reads, but writes nothing now."""
 
 
 class UnknownRequest(ControllerError):

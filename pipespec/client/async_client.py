@@ -27,7 +27,7 @@ from pipespec.controller.log_records import Accepted, Event, Finished, entries_o
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import Request, SamplingParams
-from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+from pipespec.errors import ConfigError, ControllerError, RankFailed, UnknownRequest, Unreachable
 from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
 
@@ -256,7 +256,8 @@ class AsyncClient:
             # them neither.
             with suppress(ControllerError, ConfigError):
                 for request in requests if isinstance(requests, list) else await requests:
-                    await log.cancel(request)
+                    with suppress(UnknownRequest):
+                        await log.cancel(request)
 
         task = asyncio.ensure_future(cancelling())
         self._leaving.add(task)

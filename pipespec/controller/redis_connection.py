@@ -168,10 +168,10 @@ def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | N
                 key = f"{namespace}:probe:{secrets.token_hex(8)}"
                 pipe.call("SET", key, "", "EX", PROBE_S)
                 pipe.call("DEL", key)
-    except Unreachable:
-        raise
     except WritesRefused as error:
         raise Unreachable(f"Redis at {place(url)}{str(error).removeprefix('Redis')}") from None
+    except Unreachable:
+        raise
     except ControllerError as error:
         raise Unreachable(f"Redis at {place(url)} refuses this user: {error}") from None
     found = re.search(r"^redis_version:((\d+)\.(\d+)\S*)", info, re.MULTILINE)

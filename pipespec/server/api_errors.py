@@ -93,7 +93,8 @@ def invalid_field(message: str, code: str | None = None, *, param: str = "") -> 
 
 
 def api_error_of(error: PipespecError) -> ApiError:
-    if isinstance(error, Unreachable):  # its message names internal addresses
+    if isinstance(error, Unreachable) and not isinstance(error, WritesRefused):
+        # Its message names internal addresses.
         return cluster_unavailable()
     for kind, status, code in (
         (ConfigError, HTTPStatus.BAD_REQUEST, None),

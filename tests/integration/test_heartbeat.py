@@ -306,10 +306,27 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> 
     assert link.callers == []
 
 
-def test_a_redis_that_takes_nothing_more_is_given_up_at_once(server: EmbeddedRedis) -> None:
+def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server: EmbeddedRedis) -> None:
+    begin(server)
+    with (
+        beating(server) as heartbeat,
+        RedisConnection(server.url) as pipe,
+        Membership(server.url, NAMESPACE) as shared,
+    ):
+        until(lambda: shared.alive([WORKER]))
+        (most,) = pipe.call("CONFIG", "GET", "maxmemory")[1:]
+        pipe.call("CONFIG", "SET", "maxmemory", 1)
+        heartbeat.suspect(4, "The link to rank 2 broke.")  # raises nothing
+        pipe.call("DEL", RedisKeys(NAMESPACE).lease(WORKER))
+        pipe.call("CONFIG", "SET", "maxmemory", most)
+        until(lambda: shared.alive([WORKER]))
+        heartbeat.check(heartbeat.next(0).number)
+
+
+def test_a_redis_that_takes_nothing_more_is_given_up(server: EmbeddedRedis) -> None:
     begin(server)
     link = RecordingLink()
-    with beating(server) as heartbeat:
+    with beating(server, patience_s=0.2) as heartbeat:
         epoch = heartbeat.next(0).number
         with heartbeat.aborting(epoch, link.abort):
             RedisConnection(server.url).call("CONFIG", "SET", "maxmemory", 1)

@@ -514,6 +514,23 @@ def test_process_in_front_of_redis_that_fails_is_started_again(number: signal.Si
             assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
 
 
+def test_redis_that_refuses_writes_for_a_while_is_waited_for_and_not_started_again() -> None:
+    with EmbeddedRedis() as server, ExitStack() as stack, RedisConnection(server.url) as pipe:
+        life = Life(server.url, stack)
+        shared, process = life.worker(), server.pid
+        with recovery_of(life, server=server) as recovery:
+            recovery.watch(Processes())
+            until(lambda: renewed(shared))
+            epoch, (most,) = recovery.state.epoch, pipe.call("CONFIG", "GET", "maxmemory")[1:]
+            pipe.call("CONFIG", "SET", "maxmemory", 1)
+            until(lambda: recovery.state.faults)
+            pipe.call("CONFIG", "SET", "maxmemory", most)
+            until(lambda: recovery.state.epoch > epoch)
+            recovery.check()
+            assert "refuses writes" in recovery.state.faults[0].reason
+            assert server.pid == process
+
+
 def test_no_worker_gives_up_while_a_lost_host_is_starting(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,6 @@ class Heartbeat:
                     return
                 time.sleep(RETRY_S)
             except ControllerError as error:
-                # Redis is full or read-only; the worker cannot go on with it.
                 self._publish(gone=error)
                 return
 

@@ -40,7 +40,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
-from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable
+from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable, WritesRefused
 
 # Seconds between two checks of the signs, and that one try to reach a private Redis takes at most.
 LOOK_S, TRY_S = 0.1, 2.0
@@ -148,8 +148,10 @@ class Recovery:
             except Unreachable as error:
                 # A pause of this process is none of Redis'.
                 tried_s += min(time.monotonic() - began, TRY_S)
-                if self._server is None:
-                    self._record_fault(FaultKind.REDIS_GONE, "Redis went away")
+                refused = isinstance(error, WritesRefused)  # it would when started again, too
+                if self._server is None or refused:
+                    what = str(error) if refused else "Redis went away"
+                    self._record_fault(FaultKind.REDIS_GONE, what)
                     if time.monotonic() - reached > self._patience_s:
                         self._give_up(str(error))
                 else:
