@@ -107,11 +107,12 @@ def grammar_from_regex(regex: str) -> str:
 
 
 def grammar_from_choice(choices: Sequence[str]) -> str:
-    from llguidance import grammar_from
+    from llguidance import LLMatcher
 
-    text = json.dumps([*choices])
+    # One terminal, as alternatives of rules are 2,000 at most.
+    text = " | ".join(map(json.dumps, choices))
     _check_size(text)
-    return grammar_from("choice", text)
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {text}")
 
 
 def grammar_from_lark(text: str) -> str:

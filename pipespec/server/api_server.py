@@ -166,6 +166,7 @@ async def _await_end(
 class _UvicornServer(uvicorn.Server):
     service: OpenAIServing | None = None  # set by `run_api_server` once the cluster is ready
     ended_by: int | None = None  # the last of `END_SIGNALS` that arrived
+    _loop: asyncio.AbstractEventLoop | None = None  # in which open requests are waited for
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -179,8 +180,13 @@ class _UvicornServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.ended_by = sig
-        if first_signal(sig) and sig == signal.SIGINT:
-            say_ending(f"ending: {self.waits_for}; Ctrl-C again ends it at once")
+        if first_signal(sig):
+            if sig == signal.SIGINT:
+                say_ending(f"ending: {self.waits_for}; Ctrl-C again ends it at once")
+        elif self._loop is not None and self.service is not None:
+            # uvicorn would cancel their tasks in the middle, with tracebacks.
+            self._loop.call_soon_threadsafe(self.service.fail_open_requests)
+            return
         super().handle_exit(sig, frame)
 
     @property
@@ -195,8 +201,8 @@ class _UvicornServer(uvicorn.Server):
             await super().shutdown(sockets)
             return
         self.service.ending = True
-        timeout = self.service.options.shutdown_timeout
-        failing = asyncio.get_running_loop().call_later(timeout, self.service.fail_open_requests)
+        timeout, self._loop = self.service.options.shutdown_timeout, asyncio.get_running_loop()
+        failing = self._loop.call_later(timeout, self.service.fail_open_requests)
         try:
             await super().shutdown(sockets)
         finally:

@@ -268,7 +268,7 @@ def reasoning_use(template: str, prompt: str, continued: str = "") -> ReasoningU
             return None
         # As of models distilled from R1: a template that writes the opening tag nowhere belongs to
         # a model that always thinks, as vLLM's parser of R1 takes it.
-        thinks = not begun and closing in template and opening not in template
+        thinks = not (begun or continued.strip()) and opening not in template
         amid = begun and bool(thought.strip())
         return ReasoningUse(family, begun=begun, amid=amid, thinks=thinks)
     return None

@@ -16,10 +16,11 @@ from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Function, RequestModel, Tool
 
 ANY_OBJECT = {"type": "object"}
-# Keywords that declare no property of an object.
-ANNOTATIONS = {
-    *("type", "title", "description", "default", "examples", "$schema", "$id", "$comment"),
-    *("$defs", "definitions"),
+# Keywords that declare what an object has.
+DECLARING = {
+    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"),
+    *("required", "minProperties", "maxProperties", "propertyNames", "dependentSchemas"),
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"),
 }
 
 
@@ -159,5 +160,5 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
     if "object" not in (kind if isinstance(kind, list) else [kind]):
         raise GrammarFailed(f"the parameters of {function.name} are of a type that is no object")
     declared = {key for key, value in schema.items() if value or key == "additionalProperties"}
-    closed = {} if declared - ANNOTATIONS else {"additionalProperties": False}
+    closed = {} if declared & DECLARING else {"additionalProperties": False}
     return {**schema, "type": "object", **closed}

@@ -307,7 +307,7 @@ def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
         _group(config, 128),
         bool(config.get("desc_act")),
         plus=form == "gptq",  # which stores zero points minus one
-        symmetric=config.get("sym") is True,
+        symmetric=bool(config.get("sym", True)),
     )
 
 

@@ -71,6 +71,11 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
             wanted = "at most 1"
         if wanted is not None:
             yield f"{name} is {shown(value)}, but must be {wanted}"
+    for name in _ROPE:
+        rope = raw.get(name)
+        for key, value in rope.items() if isinstance(rope, dict) else ():
+            if key.endswith(_ROPE_POSITIVE) and isinstance(value, str):
+                yield f"{name}.{key} is {shown(value)}, but must be a number"
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from string import ascii_letters, digits
 
 from pipespec.server.tool_parsers.declared import MAX_VALUE, Declared, python_as_json
-from pipespec.server.tool_parsers.tool_parser import OBJECT, WS, ToolParser
+from pipespec.server.tool_parsers.tool_parser import OBJECT, WS, Piece, ToolParser
 
 LETTERS = ascii_letters + digits
 
@@ -36,6 +36,10 @@ class ForcedJson(ToolParser):
     markers = ("[",)
     special = ()
     first, another = rf"(?P<list>\[){WS}{OBJECT}", OBJECT
+
+    def finish(self) -> list[Piece]:
+        self._held = ""  # the beginning of a call that was cut, as nothing else is allowed
+        return super().finish()
 
 
 class Mistral(ToolParser):

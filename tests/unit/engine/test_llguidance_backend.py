@@ -105,6 +105,16 @@ def test_a_token_that_is_not_allowed_is_not_taken():
     assert may_follow(matcher) == before
 
 
+@pytest.mark.parametrize(
+    "choices", [["", "a"], ["日本", "a\nb", 'q"\\'], [f"choice {i}" for i in range(4000)]]
+)
+def test_texts_of_a_choice_may_be_many_and_any(choices: list[str]):
+    made = grammar_from_choice(choices)
+    GRAMMARS.check(made)
+    for seed in range(5):
+        assert TOKENIZER.decode(drawn(GRAMMARS.compile(made), seed)) in choices
+
+
 def test_padding_of_the_embedding_is_not_allowed():
     padded = Grammars(lambda: TOKENIZER, VOCABULARY + 100, (EOS,))
     allowed = unpack_mask(padded.compile(grammar_from_regex("(.|\n)*")).allowed(), VOCABULARY + 100)

@@ -109,6 +109,9 @@ def test_reasoning_is_split_wherever_the_text_is_cut(case: Any) -> None:
 
 def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
     assert reasoning_use(R1, "<|Assistant|><think>\n") == ReasoningUse("think", begun=True)
+    for text, thinks in (("", True), ("The answer is", False)):
+        use = reasoning_use("{{ content.split('</think>')[-1] }}", f"<|Assistant|>{text}", text)
+        assert use == ReasoningUse("think", thinks=thinks)
     assert reasoning_use("[THINK]", "a") == ReasoningUse("mistral")
     assert reasoning_use("<seed:think>", "a") == ReasoningUse("seed")
     assert reasoning_use("<|channel|>analysis", "a") == ReasoningUse("gpt_oss")

@@ -191,6 +191,7 @@ PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
     (None, ["{}"], ['{"a":1}']),
     ({}, ["{}"], ['{"a":1}']),
     ({"type": "object", "properties": {}, "required": [], "title": "No"}, ["{}"], ['{"a":1}']),
+    ({"type": "object", "strict": True, "x-order": ["b"]}, ["{}"], ['{"a":1}']),
     ({"type": "object", "additionalProperties": True}, ["{}", '{"a":1}'], ["[]"]),
 ]
 

@@ -30,12 +30,14 @@ def test_a_weight_that_is_called_a_scale_is_no_left_over() -> None:
         ("gptq", True, 0, 0),
         ("gptq_v2", True, 0, 0),
         ("gptq_v2", True, -1, 0),
+        ("gptq", None, 0, 0),
+        ("gptq", 1, 0, 0),
         ("gptq", False, 0, 1),
         ("gptq_v2", False, -1, -1),
     ],
 )
 def test_zero_points_of_symmetric_gptq_are_the_middle_under_either_label(
-    bits: int, form: str, sym: bool, stored: int, zero: int
+    bits: int, form: str, sym: bool | None, stored: int, zero: int
 ) -> None:
     """Given and expected relative to the middle of the codes."""
     middle = 1 << (bits - 1)
@@ -51,6 +53,7 @@ def test_zero_points_of_symmetric_gptq_are_the_middle_under_either_label(
         def read(self, name: str, *index: slice) -> torch.Tensor | None:
             return parts[name][index] if name in parts else None
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": sym}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32}
+    config |= {} if sym is None else {"sym": sym}
     found = packing(Path("m"), config | {"checkpoint_format": form})
     assert found.read("m", Files()).zeros.unique().tolist() == [middle + zero]

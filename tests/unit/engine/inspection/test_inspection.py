@@ -458,6 +458,7 @@ WHOLE = "but must be a whole number from 1 to"
         ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
         ({"rope_parameters": {"rope_theta": 0}}, r"rope_parameters\.rope_theta is 0, but must be"),
         ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling\.factor is -2.0, but must be above 0"),
+        ({"rope_scaling": {"factor": "4.0"}}, r"rope_scaling\.factor is '4.0', but must be a num"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be at most 1"),
         ({"attention_dropout": float("inf")}, "attention_dropout is inf, but must be a finite"),
         ({"any": {"deep": [1, {"er": float("-inf")}]}}, r"any\.deep\.er is -inf, but must be"),

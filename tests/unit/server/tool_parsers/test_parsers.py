@@ -109,7 +109,8 @@ CANNED: dict[str, list[tuple[str, str, list[Call]]]] = {
             [F, G_NESTED],
         ),
         ('[{"name":"f","arguments":{"a":"b', "", [("f", '{"a":"b')]),
-        ('[{"name":"f","argum', '[{"name":"f","argum', []),
+        ('[{"name":"f","argum', "", []),
+        ('[{"name":"f","arguments":{}},{"name":"g","', "", [F]),
     ],
     "llama3_json": [
         ("int main() { return {1}; }", "int main() { return {1}; }", []),
