@@ -120,7 +120,11 @@ def pack_requests(requests: Sequence[Request]) -> tuple[str, list[str]]:
     they differ in nothing but prompt, length and seed."""
     number: dict[tuple[int, ...], int] = {}
     own = [
-        [number.setdefault(each.prompt, len(number)), each.max_new_tokens, each.sampling.seed]
+        [
+            number.setdefault(tuple(each.prompt), len(number)),
+            each.max_new_tokens,
+            each.sampling.seed,
+        ]
         for each in requests
     ]
     shared = [asdict(replace(requests[0], prompt=())), [*number]]

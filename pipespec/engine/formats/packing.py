@@ -135,7 +135,7 @@ class Packing(MatrixPacking):
         group: inputs that share a scale; None: all inputs.
         reordered: groups are not of consecutive inputs (act-order).
         plus: added to a stored zero point.
-        symmetric: no zero point differs from the middle of the codes.
+        symmetric: no zero point differs from the middle of the codes; None: nothing says so.
         whole: codes are signed bytes instead of words of several.
     """
 
@@ -145,7 +145,7 @@ class Packing(MatrixPacking):
     group: int | None
     reordered: bool = False
     plus: int = 0
-    symmetric: bool = False
+    symmetric: bool | None = False
     whole: bool = False
 
     @property
@@ -182,7 +182,7 @@ class Packing(MatrixPacking):
         if self.reordered or inputs % group or group % BLOCK:
             return False
         if self.bits == 8:
-            return self.symmetric
+            return bool(self.symmetric)
         return self.bits == 4 and self.group in INT4_GROUP_SIZES and out % INT4_OUT_MULTIPLE == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
@@ -241,7 +241,7 @@ class Packing(MatrixPacking):
         elif inputs % scales.shape[1]:  # the last group is smaller
             order = torch.arange(inputs) // (self.group or inputs)
         plus, middle = self.plus, 1 << (self.bits - 1)
-        if self.method == GPTQ and self.symmetric:
+        if self.method == GPTQ and self.symmetric is not False:
             # Those of version 2 may be labelled as version 1, and the reverse.
             plus = next((p for p in (0, 1) if bool((zeros == middle - p).all())), plus)
         zeros = zeros.to(torch.int16) + plus  # not wrapped: may be 16 for 4 bits
@@ -307,7 +307,7 @@ def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
         _group(config, 128),
         bool(config.get("desc_act")),
         plus=form == "gptq",  # which stores zero points minus one
-        symmetric=bool(config.get("sym", True)),
+        symmetric=None if config.get("sym") is None else bool(config["sym"]),
     )
 
 
