@@ -181,13 +181,12 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
     }
     for request in filling:
         client.cancel(request)
-    began = {}
-    for requests in (filling, *asked.values()):
+    first = []  # when each had its first token, with its priority
+    for priority, requests in asked.items():
         for request in requests:
             list(client.events(request))
-            began[request] = client.reports(request)[0]["started_ns"]
-    in_order = [*filling, *asked[-5], *asked[0], *asked[5]]
-    assert sorted(began, key=began.__getitem__) == in_order
+            first.append((client.reports(request)[0]["token_ns"][0], priority))
+    assert [priority for _, priority in sorted(first)] == [*[-5] * 6, *[0] * 6, *[5] * 6]
 
 
 def test_ctrl_c_right_after_submitting_cancels_the_request(clusters, prompts, monkeypatch):
