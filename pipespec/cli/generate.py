@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
-        "[--json] [auto] [SETTING=VALUE ...]",
+        "[--json] [MODEL] [SETTING=VALUE ...]",
         description="Decode one prompt: the text as it comes, then the statistics.",
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -101,14 +101,14 @@ def decode(
 
     from pipespec.cli.cache import with_weights
     from pipespec.cluster.decide import decide
-    from pipespec.cluster.deployment.checks import groups, summary
+    from pipespec.cluster.deployment.checks import announcements
     from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 
     deployment = decide(compose(settings))  # errors before slow imports
     check_deployment(deployment, stays=False)
     deployment = with_weights(deployment)
-    for line in filter(None, (summary(deployment), groups(deployment))):
+    for line in announcements(deployment):
         show(line, stderr=True)
     with progress("loading") as (on_loaded,):
         return _decode_here(deployment, prompt, on_text, on_loaded)

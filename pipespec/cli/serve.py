@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import socket
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import clear, find, left, serving
 from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import write
+from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
 from pipespec.server.options import SECONDS, WHOLE, ServerOptions, model_name
@@ -25,6 +26,7 @@ from pipespec.system.validation import Unreadable, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.registry import RunningCluster
+    from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
     from pipespec.server.api_server import ClusterWatch
 
@@ -40,7 +42,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
-        "[-] [SETTING=VALUE ...]",
+        "[-] [MODEL] [SETTING=VALUE ...]",
         description="Start a cluster as `pipespec up` does and serve it to clients of "
         "OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
         "(docs/serving.md). With --on, serve a cluster that is up, from this host or another; "
@@ -100,16 +102,21 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             running = find(arguments.on)
             return answer_requests(arguments, listener, running.served.target, lambda: running)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.config.compose import compose_sections
+    from pipespec.config.compose import compose
 
-    (model,) = compose_sections(["model"], settings)
-    with listening(arguments) as listener, serving(name):
+    config = compose(settings)
+    with serving(name), ExitStack() as stack:
+        if config.cluster.hosts is None:  # else hosts would be asked twice
+            show_start(config)
+        listener = stack.enter_context(listening(arguments))
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
-            code = answer_requests(arguments, listener, full_name(model.target), launcher.watch)
+            code = answer_requests(
+                arguments, listener, full_name(config.model.target), launcher.watch
+            )
         except LauncherEnded as ended:
             print_error(f"{name}: {ended} The server ends with it.")
             code = 0
@@ -119,6 +126,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if left(name):
             clear(name)
     return code
+
+
+def show_start(config: Config) -> None:
+    """Say what is chosen for a cluster of this host. Raises ConfigError, ModelError at once, where
+    its launcher would import more first."""
+    from pipespec.cluster.decide import decide
+    from pipespec.cluster.deployment.checks import announcements
+    from pipespec.cluster.session import check_deployment
+
+    deployment = decide(config)
+    check_deployment(deployment, stays=True)
+    for line in announcements(deployment):
+        show(line, stderr=True)
 
 
 def listening(arguments: argparse.Namespace) -> socket.socket:

@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="start a cluster that stays up for many requests",
         usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
-        "[SETTING=VALUE ...]",
+        "[MODEL] [SETTING=VALUE ...]",
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`; with a hosts "
         "file on its hosts, over SSH, with the output of their workers on standard error. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
@@ -155,7 +155,7 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.deployment.checks import groups, summary
+        from pipespec.cluster.deployment.checks import announcements
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
@@ -167,7 +167,7 @@ def stay(
                     admission,
                 ),
             ):
-                for line in filter(None, (summary(deployment), groups(deployment))):
+                for line in announcements(deployment):
                     show(line, stderr=True)
                 if config.controller.data is None:
                     require_same_model(
@@ -292,11 +292,10 @@ def planned(
         return
     from pipespec.cli import host_admission
 
-    host_admission.require_open(config)
+    alone = host_admission.open_to_hosts(decide(config), join_options)  # errors before measuring
     problem = measured_problem(config, host_admission.hosts_of(config))
-    # Before others are there, the layers may not fit.
-    placement = plan_slices(problem) if join_options.hosts == 1 else None
-    alone = host_admission.open_to_hosts(decide(config, placement), join_options)
+    if join_options.hosts == 1:  # before others are there, the layers may not fit
+        alone = alone.laid_out(plan_slices(problem))
     admission = host_admission.HostAdmission(join_options, alone, on_log)
     with admission.server:
         deployment = admission.await_hosts(alone, problem)

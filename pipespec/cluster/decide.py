@@ -4,6 +4,7 @@ no model and no rank's loop, so that errors come quickly."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
@@ -38,6 +39,9 @@ def decide(
             refuse_unread(model)
     target = inspect(elsewhere.get("target", config.model.target))
     target.check_quantization("model.quantization", config.model.quantization)
+    if "cluster.stages" in config.chosen:
+        stages = min(config.cluster.stages, target.num_layers)
+        config = replace(config, cluster=replace(config.cluster, stages=stages))
 
     def inspected(kind: str) -> CheckpointInfo:
         found = inspect(elsewhere.get(kind, getattr(config.model, kind)))

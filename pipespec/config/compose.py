@@ -21,6 +21,7 @@ from pipespec.config.overrides import (
 )
 from pipespec.config.schema import Config, RunConfig, masked
 from pipespec.errors import ConfigError
+from pipespec.system.devices import num_cuda
 from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give. Reads
     no other file. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
-    return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
+    sections = dict(zip(names, compose_sections(names, overrides), strict=True))
+    return Config(**sections, chosen=_chosen(with_files(overrides)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
@@ -52,11 +54,36 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
         ) from error
 
 
+def _chosen(texts: Sequence[str]) -> frozenset[str]:
+    """The settings that depend on a target of the user's own, unless they are set: the defaults are
+    those of the demo pair."""
+    given = {text.partition("=")[0] for text in texts}
+    found = set()
+    if "model.target" in given:
+        if not given & {"model", "model.draft", "proposer"}:
+            found.add("proposer")
+        if not given & {"cluster.stages", "cluster.hosts", "emulate"}:
+            found.add("cluster.stages")
+    return frozenset(found)
+
+
+def _stages_here(cluster: DictConfig) -> int:
+    """One stage for each GPU of this machine, or group of them; without GPUs one."""
+    count = len(cluster.devices) - cluster.draft_tensor_parallel
+    if count < 1:
+        count = num_cuda() if cluster.devices[0] in ("auto", "cuda") else 1
+    return max(1, count // cluster.tensor_parallel)
+
+
 def _compose(overrides: Sequence[str]) -> DictConfig:
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
-    names = default_choices()
+    names, chosen_here = default_choices(), _chosen(texts)
+    if any(text.startswith("model.target=") for text in texts):
+        names["model"] = "custom"
+    if "proposer" in chosen_here:
+        names["proposer"] = "suffix"
     chosen = [text for text in texts if text.partition("=")[0] in names]
     for override in map(parse, chosen):
         check_option(override.key_or_group, override.value())
@@ -86,6 +113,8 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         if OmegaConf.is_config(found):
             found = OmegaConf.to_container(found, resolve=True)
         OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
+    if "cluster.stages" in chosen_here:
+        node.cluster.stages = _stages_here(node.cluster)
     return node
 
 

@@ -126,6 +126,22 @@ def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
     ]
 
 
+def announcements(deployment: Deployment) -> Iterator[str]:
+    """What users are told of a deployment before it starts, as lines."""
+    yield from filter(None, (chosen(deployment), summary(deployment), groups(deployment)))
+
+
+def chosen(deployment: Deployment) -> str | None:
+    """A line with the settings that were chosen for a model, and why; None: there are none."""
+    devices, names = ", ".join(deployment.devices[1:]), deployment.config.chosen
+    why = {
+        "cluster.stages": f"cluster.stages={len(deployment.layers)} (for the devices {devices})",
+        "proposer": "proposer=suffix (as no draft is named; name one by --draft MODEL)",
+    }
+    found = [text for name, text in why.items() if name in names]
+    return f"Chosen for {deployment.target.path.name}: {', '.join(found)}." if found else None
+
+
 def summary(deployment: Deployment) -> str | None:
     """A line with bytes and format of each rank's weights; None: none has few bits."""
     if not any(info.few_bits for _, info in deployment.models):

@@ -235,12 +235,15 @@ class SafetensorsFolder:
             return found
         return sentencepiece_file.with_settings(model, found, self.path)
 
-    def tokenizer_refused(self, reason: str) -> ModelError:
+    def require_tokenizer(self) -> None:
+        """Raise ModelError if no file has the tokenizer, which is not read."""
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
-            return ModelError(
+            raise ModelError(
                 f"{self.path} holds no tokenizer: tokenizer.json, or what it is made from "
                 f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
             )
+
+    def tokenizer_refused(self, reason: str) -> ModelError:
         return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); fetch it again")
 
     # --- tensors ------------------------------------------------------------------------------
