@@ -249,7 +249,7 @@ def check_model(names: Sequence[str], name: str | None) -> None:
 
 
 def not_a_json_object() -> ApiError:
-    """The error for a body that is not a JSON object, or is not declared as JSON."""
+    """The error for a body that is not a JSON object."""
     return validation_failed([{"type": "missing", "loc": (), "msg": ""}])
 
 

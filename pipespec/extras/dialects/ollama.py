@@ -68,6 +68,22 @@ class TagsReply(BaseModel):
     models: list[ListedModel]
 
 
+class RunningModel(BaseModel):
+    name: str
+    model: str
+    details: ModelDetails
+    expires_at: str = "9999-12-31T23:59:59Z"  # it stays
+    context_length: int
+
+
+class RunningReply(BaseModel):
+    models: list[RunningModel]
+
+
+class VersionReply(BaseModel):
+    version: str
+
+
 class ShowReply(BaseModel):
     template: str
     parameters: str = ""
@@ -432,6 +448,21 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
     async def tags() -> TagsReply:
         """The names under which the model is served, for Ollama's clients."""
         return tags_reply(serving.options.names, serving.client.running.started)
+
+    @app.get("/api/ps", responses=failures("/api/ps"))
+    async def running() -> RunningReply:
+        """The same names, as of models that are loaded."""
+        size, details = serving.client.served.context, ModelDetails()
+        listed = [
+            RunningModel(name=n, model=n, details=details, context_length=size)
+            for n in serving.options.names
+        ]
+        return RunningReply(models=listed)
+
+    @app.get("/api/version", responses=failures("/api/version"))
+    async def version() -> VersionReply:
+        """The version of pipespec, not of an Ollama."""
+        return VersionReply(version=app.version)
 
 
 DIALECT = Dialect(
