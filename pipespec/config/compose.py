@@ -54,17 +54,16 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
         ) from error
 
 
-def _chosen(texts: Sequence[str]) -> frozenset[str]:
+def _chosen(texts: Sequence[str]) -> tuple[str, ...]:
     """The settings that depend on a target of the user's own, unless they are set: the defaults are
     those of the demo pair."""
-    given = {text.partition("=")[0] for text in texts}
-    found = set()
+    given, found = {text.partition("=")[0] for text in texts}, list[str]()
     if "model.target" in given:
-        if not given & {"model", "model.draft", "proposer"}:
-            found.add("proposer")
         if not given & {"cluster.stages", "cluster.hosts", "emulate"}:
-            found.add("cluster.stages")
-    return frozenset(found)
+            found.append("cluster.stages")
+        if not given & {"model", "model.draft", "proposer"}:
+            found.append("proposer")
+    return tuple(found)
 
 
 def _stages_here(cluster: DictConfig) -> int:

@@ -264,7 +264,7 @@ class Config(RunConfig):
     emulate: StepClock
     emulate_link: LinkDelay
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
-    chosen: frozenset[str] = frozenset()
+    chosen: tuple[str, ...] = ()
 
     @property
     def time_scale(self) -> float | None:
