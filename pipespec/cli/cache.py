@@ -60,6 +60,17 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def checked(deployment: Deployment, *, stays: bool) -> Deployment:
+    """A deployment that can start, of which users are told. Raises ConfigError, ModelError."""
+    from pipespec.cluster.deployment.checks import chosen, groups, summary
+    from pipespec.cluster.session import check_deployment
+
+    check_deployment(deployment, stays=stays)
+    for line in filter(None, (chosen(deployment), summary(deployment), groups(deployment))):
+        show(line, stderr=True)
+    return deployment
+
+
 def with_weights(
     deployment: Deployment, moved: dict[str, tuple[int, int]] | None = None
 ) -> Deployment:

@@ -12,12 +12,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pipespec.cli.cache import checked
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import clear, find, left, serving
 from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import show, write
+from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
 from pipespec.server.options import SECONDS, WHOLE, ServerOptions, model_name
@@ -26,7 +27,6 @@ from pipespec.system.validation import Unreadable, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.registry import RunningCluster
-    from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
     from pipespec.server.api_server import ClusterWatch
 
@@ -102,12 +102,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             running = find(arguments.on)
             return answer_requests(arguments, listener, running.served.target, lambda: running)
     name, settings = cluster_of(arguments, rest, "serve")
+    from pipespec.cluster.decide import decide
     from pipespec.config.compose import compose
 
     config = compose(settings)
     with serving(name), ExitStack() as stack:
         if config.cluster.hosts is None:  # else hosts would be asked twice
-            show_start(config)
+            checked(decide(config), stays=True)
         listener = stack.enter_context(listening(arguments))
         launcher = Launcher(name, settings, ours=True)
         try:
@@ -126,19 +127,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if left(name):
             clear(name)
     return code
-
-
-def show_start(config: Config) -> None:
-    """Say what is chosen for a cluster of this host. Raises ConfigError, ModelError at once, where
-    its launcher would import more first."""
-    from pipespec.cluster.decide import decide
-    from pipespec.cluster.deployment.checks import announcements
-    from pipespec.cluster.session import check_deployment
-
-    deployment = decide(config)
-    check_deployment(deployment, stays=True)
-    for line in announcements(deployment):
-        show(line, stderr=True)
 
 
 def listening(arguments: argparse.Namespace) -> socket.socket:

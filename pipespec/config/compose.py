@@ -55,8 +55,7 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
 
 
 def _chosen(texts: Sequence[str]) -> tuple[str, ...]:
-    """The settings that depend on a target of the user's own, unless they are set: the defaults are
-    those of the demo pair."""
+    """The settings that a target of the user's own decides; the defaults are the demo pair's."""
     given, found = {text.partition("=")[0] for text in texts}, list[str]()
     if "model.target" in given:
         if not given & {"cluster.stages", "cluster.hosts", "emulate"}:
@@ -66,14 +65,6 @@ def _chosen(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _stages_here(cluster: DictConfig) -> int:
-    """One stage for each GPU of this machine, or group of them; without GPUs one."""
-    count = len(cluster.devices) - cluster.draft_tensor_parallel
-    if count < 1:
-        count = num_cuda() if cluster.devices[0] in ("auto", "cuda") else 1
-    return max(1, count // cluster.tensor_parallel)
-
-
 def _compose(overrides: Sequence[str]) -> DictConfig:
     from omegaconf import OmegaConf
 
@@ -81,8 +72,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     names, chosen_here = default_choices(), _chosen(texts)
     if any(text.startswith("model.target=") for text in texts):
         names["model"] = "custom"
-    if "proposer" in chosen_here:
-        names["proposer"] = "suffix"
+    names |= {"proposer": "suffix"} if "proposer" in chosen_here else {}
     chosen = [text for text in texts if text.partition("=")[0] in names]
     for override in map(parse, chosen):
         check_option(override.key_or_group, override.value())
@@ -113,7 +103,8 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
             found = OmegaConf.to_container(found, resolve=True)
         OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
     if "cluster.stages" in chosen_here:
-        node.cluster.stages = _stages_here(node.cluster)
+        count = num_cuda() if node.cluster.devices[0] in ("auto", "cuda") else 1
+        node.cluster.stages = max(1, count // node.cluster.tensor_parallel)
     return node
 
 

@@ -74,22 +74,18 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-def words(
-    rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
-) -> list[str]:
+def words(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = False) -> list[str]:
     """What argparse did not know, in which no option may be left."""
     for argument in rest:
         if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
             name = argument.partition("=")[0]
-            near = get_close_matches(name, [*known_options, *MODELS], n=1)
+            near = get_close_matches(name, [*known, *MODELS], n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help."
             raise ConfigError(f"The option {name!r} does not exist; {hint}")
     return [each for each in rest if each != STDIN]
 
 
-def overrides(
-    rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
-) -> list[str]:
+def overrides(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = False) -> list[str]:
     """What argparse did not know, as overrides. HOSTS.yaml is cluster=HOSTS.yaml; a path, or what
     exists in the working folder, is the target."""
     found, left = [], iter(rest)
@@ -106,10 +102,8 @@ def overrides(
         found.append(word)
     targets = [each.partition("=")[2] for each in found if each.startswith("model.target=")]
     if len(targets) > 1:
-        raise ConfigError(
-            f"Two targets are given, {targets[0]} and {targets[1]}; name the draft by --draft."
-        )
-    return words(found, known_options, stdin_allowed=stdin_allowed)
+        raise ConfigError(f"Targets are {' and '.join(targets)}; name the draft by --draft.")
+    return words(found, known, stdin_allowed=stdin_allowed)
 
 
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:

@@ -126,19 +126,12 @@ def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
     ]
 
 
-def announcements(deployment: Deployment) -> Iterator[str]:
-    """What users are told of a deployment before it starts, as lines."""
-    yield from filter(None, (chosen(deployment), summary(deployment), groups(deployment)))
-
-
 def chosen(deployment: Deployment) -> str | None:
     """A line with the settings that were chosen for a model, and why; None: there are none."""
-    devices, names = ", ".join(deployment.devices[1:]), deployment.config.chosen
-    why = {
-        "cluster.stages": f"cluster.stages={len(deployment.layers)} (for the devices {devices})",
-        "proposer": "proposer=suffix (as no draft is named; name one by --draft MODEL)",
-    }
-    found = [text for name, text in why.items() if name in names]
+    names, devices = deployment.config.chosen, deployment.devices[1:]
+    on = f"cluster.stages={len(deployment.layers)} (on {', '.join(devices)})"
+    found = [on] * ("cluster.stages" in names)
+    found += ["proposer=suffix (no draft is named: --draft MODEL)"] * ("proposer" in names)
     return f"Chosen for {deployment.target.path.name}: {', '.join(found)}." if found else None
 
 
@@ -153,6 +146,15 @@ def summary(deployment: Deployment) -> str | None:
         how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
         found.append(f"{name} {size_text(size)} ({how})")
     return f"Weights: {'; '.join(found)}."
+
+
+def loading(deployment: Deployment) -> str:
+    """What is loaded, and how many bytes of it, in words."""
+    sizes = (
+        memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+        for _, info, rank in _ranks(deployment)
+    )
+    return f"loading {deployment.target.path.name}, {size_text(sum(sizes))}"
 
 
 def groups(deployment: Deployment) -> str | None:

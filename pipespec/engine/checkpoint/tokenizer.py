@@ -121,7 +121,6 @@ class BackendTokenizer:
 def load(path: Path) -> ChatTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
     files = open_files(path)
-    files.require_tokenizer()
     try:
         depends = {
             "files": files.tokenizer_state(),

@@ -236,14 +236,17 @@ class SafetensorsFolder:
         return sentencepiece_file.with_settings(model, found, self.path)
 
     def require_tokenizer(self) -> None:
-        """Raise ModelError if no file has the tokenizer, which is not read."""
+        """Raise ModelError if no file tells of a tokenizer, which is not read."""
+        names = (*TOKENIZER_FILES, "tokenizer_config.json")
+        if not any(any(self.path.glob(name)) for name in names):
+            raise self.tokenizer_refused("")
+
+    def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
-            raise ModelError(
+            return ModelError(
                 f"{self.path} holds no tokenizer: tokenizer.json, or what it is made from "
                 f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
             )
-
-    def tokenizer_refused(self, reason: str) -> ModelError:
         return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); fetch it again")
 
     # --- tensors ------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "nowhere/"], "no model folder nowhere"),
         (["up", "--model=no.gguf"], "no.gguf"),
         (["up", "nowhere"], "'nowhere' is not a setting, as name=value, nor a model's folder"),
-        (["bench", "/x", "/y"], "Two targets are given, /x and /y; name the draft by --draft"),
+        (["bench", "/x", "/y"], "Targets are /x and /y; name the draft by --draft"),
         (["up", "--modle", "/x"], "did you mean --model?"),
         (["bench", "--num-prompts", "few"], "invalid int value: 'few'"),
         (["bench", "--request-rate", "1e30"], "1000000000, or inf"),
