@@ -132,12 +132,8 @@ def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
     ],
 )
 def test_own_target_never_gets_the_draft_and_the_stages_of_the_demo(
-    settings: list[str],
-    gpus: int,
-    stages: int,
-    draft: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    settings, gpus, stages, draft, monkeypatch
+):
     monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: gpus)
     made = compose(["model.target=/t", *settings])
     assert (made.cluster.stages, made.model.draft) == (stages, draft)
