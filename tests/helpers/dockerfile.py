@@ -39,14 +39,12 @@ class Stage:
     def copy(self, root: Path, into: Path) -> None:
         """Copy what the stage copies from its context, the files of `root` that .dockerignore
         leaves: none but those that it names after "!"."""
-        everything, *patterns = (root / ".dockerignore").read_text().splitlines()[1:]
-        names = {line[1:] for line in patterns if line.startswith("!")}
-        (without,) = {*patterns} - {f"!{name}" for name in names}
-        assert (everything, without) == ("*", "**/__pycache__"), "other patterns are not read"
+        first, *names, last = (root / ".dockerignore").read_text().splitlines()[1:]
+        assert (first, last) == ("*", "**/__pycache__"), "other patterns are not read"
         for each in self.of("COPY"):
             *sources, target = each.arguments.split()
             for name in sources:
-                assert name in names, f"{name} is not in the context"
+                assert f"!{name}" in names, f"{name} is not in the context"
                 if (root / name).is_dir():
                     ignored = shutil.ignore_patterns("__pycache__")
                     shutil.copytree(root / name, into / target, ignore=ignored)

@@ -67,7 +67,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "no model folder /no/such",
         ),
         (["serve", "nowhere/"], "no model folder nowhere"),
-        (["up", "--model=no.gguf"], "no.gguf"),
         (["up", "nowhere"], "'nowhere' is not a setting, as name=value, nor a model's folder"),
         (["bench", "/x", "/y"], "Targets are /x and /y; name the draft by --draft"),
         (["up", "--modle", "/x"], "did you mean --model?"),

@@ -44,7 +44,6 @@ def known() -> None:
         (["up", *TOO_MUCH], 2),
         (["up", "--invite", "/no/such/folder"], 2),
         (["serve", *TOO_MUCH], 2),
-        (["serve", "cluster.devices=[cuda:999]"], 2),
         (["serve", "/no/such/folder"], 2),
         (["generate", "--prompt", "a", "NO_TOKENIZER"], 2),
         (["generate", "--prompt", "a", "UNKNOWN_FORMAT"], 2),

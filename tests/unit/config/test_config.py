@@ -124,10 +124,8 @@ def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
         ([], 4, 4, None),
         (["cluster.tensor_parallel=2"], 4, 2, None),
         (["cluster.devices=[cpu]"], 4, 1, None),
-        (["cluster.stages=3"], 4, 3, None),
         (["emulate=rtx3090_8"], 0, 4, None),
         (["model.draft=/d"], 0, 1, "/d"),
-        (["proposer=hybrid", "model.draft=/d"], 2, 2, "/d"),
         (["model=demo"], 0, 1, str(resource_dir("demo") / "draft")),
     ],
 )
