@@ -237,8 +237,7 @@ class SafetensorsFolder:
 
     def require_tokenizer(self) -> None:
         """Raise ModelError if no file tells of a tokenizer, which is not read."""
-        names = (*TOKENIZER_FILES, "tokenizer_config.json")
-        if not any(any(self.path.glob(name)) for name in names):
+        if not any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json")):
             raise self.tokenizer_refused("")
 
     def tokenizer_refused(self, reason: str) -> ModelError:
