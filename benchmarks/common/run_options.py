@@ -82,7 +82,7 @@ def target(stages: int, folder: Path) -> list[str]:
     if not larger.exists():
         new = shape.grow(shape.hidden, stages, shape.intermediate)
         inflate.write(TARGET, larger, new, torch.float32)
-    return [f"model.target={larger}"]
+    return ["model=demo", f"model.target={larger}"]
 
 
 # --- the proposer -------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class AsyncLLM:
         model: a folder, a GGUF file or a hub id; None: the demo pair.
         draft: the draft model; None: that of the demo pair, and for a model of your own none
             (`proposer=suffix`), unless `settings` say otherwise.
-        stages: how many ranks the model's layers are cut over, on this machine.
+        stages: how many ranks the model's layers are cut over, on this machine; None: one for each
+            GPU, and without GPUs one.
         hosts: a hosts file, for several machines; not together with `stages`.
         settings: further settings by name, as {"policy": "level", "policy.width": 64}.
         policy: a speculation policy of your own instead of `settings["policy"]`; its class is in a

@@ -43,10 +43,8 @@ def overrides_of(
     found: list[str] = []
     if model is not None:
         found.append(f"model.target={os.fspath(model)}")
-        if draft is not None:
-            found.append(f"model.draft={os.fspath(draft)}")
-        elif not {"model.draft", "proposer"} & set(settings):
-            found.append("proposer=suffix")
+    if draft is not None:
+        found.append(f"model.draft={os.fspath(draft)}")
     if stages is not None:
         found.append(f"cluster.stages={stages}")
     if hosts is not None:

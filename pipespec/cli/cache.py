@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipespec.console.arguments import finish, overrides
+from pipespec.console.arguments import finish, overrides, words
 from pipespec.console.terminal import named_progress, show, write
 from pipespec.errors import ConfigError, print_error
 from pipespec.system.sizes import size_text
@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="fetch weights to the hosts that compute them; list or remove what this host has",
         usage="pipespec cache list | pipespec cache prune [--all] [MODEL ...] | "
-        "pipespec cache fetch [SETTING=VALUE ...], each with [--json]",
+        "pipespec cache fetch [MODEL] [SETTING=VALUE ...], each with [--json]",
         description="`fetch` gets to every host the weights that its ranks compute, from the hub, "
         "from this host or from another one that has them, as `generate`, `up` and `serve` do. "
         "`list` shows the models of which this host has fetched parts. `prune` removes commits "
@@ -60,6 +60,17 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def checked(deployment: Deployment, *, stays: bool) -> Deployment:
+    """A deployment that can start, of which users are told. Raises ConfigError, ModelError."""
+    from pipespec.cluster.deployment.checks import chosen, groups, summary
+    from pipespec.cluster.session import check_deployment
+
+    check_deployment(deployment, stays=stays)
+    for line in filter(None, (chosen(deployment), summary(deployment), groups(deployment))):
+        show(line, stderr=True)
+    return deployment
+
+
 def with_weights(
     deployment: Deployment, moved: dict[str, tuple[int, int]] | None = None
 ) -> Deployment:
@@ -80,7 +91,7 @@ def with_weights(
 def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.engine.checkpoint.parts.folder import entries, remove
 
-    names = overrides(rest, arguments.known_options)
+    names = words(rest, arguments.known_options)
     found = list(entries())
     unknown = [name for name in names if name not in {each.model for each in found}]
     if unknown:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pipespec.cli.cache import checked, with_weights
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
 from pipespec.errors import PromptError
@@ -15,7 +16,6 @@ from pipespec.system.validation import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.answers import Result
-    from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.console.arguments import Commands
 
 # Statistics that say what they are by more than their name.
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
-        "[--json] [auto] [SETTING=VALUE ...]",
+        "[--json] [MODEL] [SETTING=VALUE ...]",
         description="Decode one prompt: the text as it comes, then the statistics.",
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -86,11 +86,15 @@ def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
 def decode(
     prompt: str, settings: list[str], on: str | None, on_text: Callable[[str], None]
 ) -> Result:
-    """Decode a prompt on the running cluster of that name, or on one of its own."""
+    """Decode a prompt on the running cluster of that name, or on one that is started for it and
+    ended after it. Raises ConfigError, Unreachable before any rank starts; RankFailed if one died:
+    the others have been ended."""
+    from pipespec.client.answers import ask, write_trace
+    from pipespec.client.model_info import CHARACTERS, ModelInfo
+    from pipespec.client.request_settings import RequestSettings
+
     if on is not None:
         from pipespec.client import registry
-        from pipespec.client.answers import ask
-        from pipespec.client.request_settings import RequestSettings
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
@@ -99,51 +103,31 @@ def decode(
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
 
-    from pipespec.cli.cache import with_weights
     from pipespec.cluster.decide import decide
-    from pipespec.cluster.deployment.checks import groups, summary
-    from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 
-    deployment = decide(compose(settings))  # errors before slow imports
-    check_deployment(deployment, stays=False)
-    deployment = with_weights(deployment)
-    for line in filter(None, (summary(deployment), groups(deployment))):
-        show(line, stderr=True)
-    with progress("loading") as (on_loaded,):
-        return _decode_here(deployment, prompt, on_text, on_loaded)
-
-
-def _decode_here(
-    deployment: Deployment,
-    prompt: str,
-    on_text: Callable[[str], None],
-    on_loaded: Callable[[int, int], None],
-) -> Result:
-    """Decode a prompt on a cluster that is started for it and ended after it. Raises ConfigError,
-    Unreachable before any rank starts; RankFailed if one died: the others have been ended."""
-    from pipespec.client import answers
-    from pipespec.client.answers import ask
-    from pipespec.client.local_cluster import asking
-    from pipespec.client.model_info import CHARACTERS, ModelInfo
-    from pipespec.client.request_settings import RequestSettings
-    from pipespec.cluster import session
-    from pipespec.cluster.deployment.deployment import fit_context
-
-    settings = RequestSettings.of(deployment.config)
+    deployment = checked(decide(compose(settings)), stays=False)  # errors before slow imports
+    chosen = RequestSettings.of(deployment.config)
     if len(prompt) > CHARACTERS * deployment.context:
         # Almost surely too long: it is refused before anything starts.
-        ModelInfo.of(deployment).encode(prompt, chat=settings.decode.chat)
-    with session.start_agents(deployment) as agents:
+        ModelInfo.of(deployment).encode(prompt, chat=chosen.decode.chat)
+    deployment = with_weights(deployment)
+
+    from pipespec.client.local_cluster import asking
+    from pipespec.cluster import session
+    from pipespec.cluster.deployment.checks import loading
+    from pipespec.cluster.deployment.deployment import fit_context
+
+    with progress(loading(deployment)) as (on_loaded,), session.start_agents(deployment) as agents:
         served = ModelInfo.of(deployment)
-        ids = served.encode(prompt, chat=settings.decode.chat)
+        ids = served.encode(prompt, chat=chosen.decode.chat)
         deployment = fit_context(deployment, len(ids), requests=1)
         with (
             session.start_cluster(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
-            result, reports = ask(client, settings, ids, on_text)
-    answers.write_trace(deployment, reports)
+            result, reports = ask(client, chosen, ids, on_text)
+    write_trace(deployment, reports)
     return result
 
 

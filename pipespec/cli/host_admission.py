@@ -213,18 +213,14 @@ def hosts_of(config: Config) -> HostsFile:
     return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
 
 
-def require_open(config: Config) -> None:
-    """Raise ConfigError if settings do not allow that hosts join."""
-    if config.cluster.groups is not None:
+def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
+    """The deployment of a cluster that hosts can join. Raises ConfigError."""
+    if deployment.config.cluster.groups is not None:
         raise ConfigError("Hosts change the number of stages, so leave cluster.groups out.")
-    if config.transport.backend == NCCL:
+    if deployment.config.transport.backend == NCCL:
         raise ConfigError(
             "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
         )
-
-
-def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
-    """The deployment of a cluster that hosts can join. Raises ConfigError."""
     address = options.address or own_address(deployment.hosts)
     for anywhere in ANYWHERE if address is None else ():
         with suppress(OSError):

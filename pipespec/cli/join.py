@@ -7,14 +7,14 @@ import json
 import socket
 from typing import TYPE_CHECKING
 
-from pipespec.console.arguments import STDIN, finish, list_of, overrides
+from pipespec.console.arguments import STDIN, finish, list_of, words
 from pipespec.console.terminal import standard_input, write
 from pipespec.errors import ConfigError
 from pipespec.system.end_signals import say_ending
 from pipespec.system.validation import Unreadable
 
 if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
+    from pipespec.console.arguments import Commands, words
 
 
 def add(commands: Commands) -> None:
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    if found := overrides(rest, arguments.known_options, stdin_allowed=True):
+    if found := words(rest, arguments.known_options, stdin_allowed=True):
         raise ConfigError(
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
             "are those of the cluster."

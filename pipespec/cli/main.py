@@ -15,13 +15,10 @@ from types import ModuleType
 from pipespec.cli import cache, down, generate, invite, join, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
-from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.errors import ConfigError, is_of_extras
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
-
-MODELS = ("model.target", "model.draft", "model.mid")
 
 
 def _commands() -> tuple[ModuleType, ...]:
@@ -59,10 +56,6 @@ def _run(argv: list[str]) -> int:
         raise ConfigError("No command was given; see pipespec --help.")
     if arguments.starts and getattr(arguments, "on", None) is None:
         require_resources()  # before anything is imported that needs it
-        for setting in rest:
-            name, _, model = setting.partition("=")
-            if name in MODELS:
-                refuse_unread(model)  # read in full, its header takes a while
     try:
         return run_command(arguments, rest)
     except ModuleNotFoundError as error:

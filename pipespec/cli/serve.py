@@ -7,10 +7,12 @@ import ipaddress
 import json
 import os
 import socket
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pipespec.cli.cache import checked
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
@@ -40,7 +42,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
-        "[-] [SETTING=VALUE ...]",
+        "[-] [MODEL] [SETTING=VALUE ...]",
         description="Start a cluster as `pipespec up` does and serve it to clients of "
         "OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
         "(docs/serving.md). With --on, serve a cluster that is up, from this host or another; "
@@ -100,16 +102,22 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             running = find(arguments.on)
             return answer_requests(arguments, listener, running.served.target, lambda: running)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.config.compose import compose_sections
+    from pipespec.cluster.decide import decide
+    from pipespec.config.compose import compose
 
-    (model,) = compose_sections(["model"], settings)
-    with listening(arguments) as listener, serving(name):
+    config = compose(settings)
+    with serving(name), ExitStack() as stack:
+        if config.cluster.hosts is None:  # else hosts would be asked twice
+            checked(decide(config), stays=True)
+        listener = stack.enter_context(listening(arguments))
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
-            code = answer_requests(arguments, listener, full_name(model.target), launcher.watch)
+            code = answer_requests(
+                arguments, listener, full_name(config.model.target), launcher.watch
+            )
         except LauncherEnded as ended:
             print_error(f"{name}: {ended} The server ends with it.")
             code = 0

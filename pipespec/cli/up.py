@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from pipespec.cli.cache import checked, with_weights
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
 from pipespec.client.registry import (
@@ -25,7 +26,7 @@ from pipespec.client.registry import (
 )
 from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
-from pipespec.console.terminal import progress, show, standard_input, write
+from pipespec.console.terminal import progress, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.end_signals import raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
@@ -54,7 +55,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="start a cluster that stays up for many requests",
         usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
-        "[SETTING=VALUE ...]",
+        "[MODEL] [SETTING=VALUE ...]",
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`; with a hosts "
         "file on its hosts, over SSH, with the output of their workers on standard error. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
@@ -151,11 +152,10 @@ def stay(
         if measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
-        from pipespec.cli.cache import with_weights
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.deployment.checks import groups, summary
+        from pipespec.cluster.deployment.checks import loading
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
@@ -167,16 +167,13 @@ def stay(
                     admission,
                 ),
             ):
-                for line in filter(None, (summary(deployment), groups(deployment))):
-                    show(line, stderr=True)
                 if config.controller.data is None:
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                session.check_deployment(deployment, stays=True)
-                deployment = with_weights(deployment)
+                deployment = with_weights(checked(deployment, stays=True))
                 with (
-                    progress("loading") as (on_loaded,),
+                    progress(loading(deployment)) as (on_loaded,),
                     session.start_agents(deployment, stays=True) as agents,
                 ):
                     served = ModelInfo.of(deployment)
@@ -292,11 +289,10 @@ def planned(
         return
     from pipespec.cli import host_admission
 
-    host_admission.require_open(config)
+    alone = host_admission.open_to_hosts(decide(config), join_options)  # errors before measuring
     problem = measured_problem(config, host_admission.hosts_of(config))
-    # Before others are there, the layers may not fit.
-    placement = plan_slices(problem) if join_options.hosts == 1 else None
-    alone = host_admission.open_to_hosts(decide(config, placement), join_options)
+    if join_options.hosts == 1:  # before others are there, the layers may not fit
+        alone = alone.laid_out(plan_slices(problem))
     admission = host_admission.HostAdmission(join_options, alone, on_log)
     with admission.server:
         deployment = admission.await_hosts(alone, problem)

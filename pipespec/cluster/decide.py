@@ -4,10 +4,11 @@ no model and no rank's loop, so that errors come quickly."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
-from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.engine.checkpoint.model_path import refuse_unread
@@ -33,20 +34,20 @@ def decide(
         from pipespec.cluster.weights.locations import find_on_hosts
 
         elsewhere = find_on_hosts(config, hosts_file)
-    for kind in ("target", "draft", "mid"):
-        if (model := elsewhere.get(kind, getattr(config.model, kind))) is not None:
-            refuse_unread(model)
-    target = inspect(elsewhere.get("target", config.model.target))
-    target.check_quantization("model.quantization", config.model.quantization)
 
     def inspected(kind: str) -> CheckpointInfo:
-        found = inspect(elsewhere.get(kind, getattr(config.model, kind)))
-        name = f"{kind}_quantization"
+        model, name = elsewhere.get(kind, getattr(config.model, kind)), quantization_of(kind)
+        refuse_unread(model)
+        found = inspect(model)
         found.check_quantization(f"model.{name}", getattr(config.model, name))
         return found
 
+    target = inspected("target")
     draft = inspected("draft") if config.proposer.needs_draft else None
     mid = inspected("mid") if config.proposer.needs_mid else None
+    if "cluster.stages" in config.chosen:
+        stages = min(config.cluster.stages, target.num_layers)
+        config = replace(config, cluster=replace(config.cluster, stages=stages))
     if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "

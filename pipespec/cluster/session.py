@@ -21,7 +21,7 @@ from pipespec.cluster.deployment.checks import (
     shared_gpu,
     without_ggml,
 )
-from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment, fit_context
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
@@ -38,6 +38,7 @@ from pipespec.cluster.weights.locations import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
@@ -186,6 +187,11 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     require_quantizers(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
+    for _, info in deployment.models:
+        open_files(info.path).require_tokenizer()
+    # A prompt that is not read yet has a token at least.
+    least = deployment if stays else fit_context(deployment, 1, requests=1)
+    memory.require_memory(least, memory.local_ranks(least))
     require_same_model(deployment)
 
 

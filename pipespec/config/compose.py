@@ -21,6 +21,7 @@ from pipespec.config.overrides import (
 )
 from pipespec.config.schema import Config, RunConfig, masked
 from pipespec.errors import ConfigError
+from pipespec.system.devices import num_cuda
 from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give. Reads
     no other file. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
-    return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
+    sections = dict(zip(names, compose_sections(names, overrides), strict=True))
+    return Config(**sections, chosen=_chosen(with_files(overrides)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
@@ -52,11 +54,25 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
         ) from error
 
 
+def _chosen(texts: Sequence[str]) -> tuple[str, ...]:
+    """The settings that a target of the user's own decides; the defaults are the demo pair's."""
+    given, found = {text.partition("=")[0] for text in texts}, list[str]()
+    if "model.target" in given:
+        if not given & {"cluster.stages", "cluster.hosts", "emulate"}:
+            found.append("cluster.stages")
+        if not given & {"model", "model.draft", "proposer"}:
+            found.append("proposer")
+    return tuple(found)
+
+
 def _compose(overrides: Sequence[str]) -> DictConfig:
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
-    names = default_choices()
+    names, chosen_here = default_choices(), _chosen(texts)
+    if any(text.startswith("model.target=") for text in texts):
+        names["model"] = "custom"
+    names |= {"proposer": "suffix"} if "proposer" in chosen_here else {}
     chosen = [text for text in texts if text.partition("=")[0] in names]
     for override in map(parse, chosen):
         check_option(override.key_or_group, override.value())
@@ -86,6 +102,9 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         if OmegaConf.is_config(found):
             found = OmegaConf.to_container(found, resolve=True)
         OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
+    if "cluster.stages" in chosen_here:
+        count = num_cuda() if node.cluster.devices[0] in ("auto", "cuda") else 1
+        node.cluster.stages = max(1, count // node.cluster.tensor_parallel)
     return node
 
 

@@ -65,7 +65,9 @@ def parse(text: str) -> Override:
     from hydra.errors import HydraException
 
     if "=" not in text:
-        raise ConfigError(f"{masked(text)!r} is not a setting; write it as name=value.")
+        raise ConfigError(
+            f"{masked(text)!r} is not a setting, as name=value, nor a model's folder or file here."
+        )
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except (HydraException, RecursionError) as error:

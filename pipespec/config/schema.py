@@ -48,7 +48,8 @@ class ClusterConfig:
 
     stages: int = setting(
         4,
-        "Pipeline stages into which the target's layers are divided; the head is one rank more.",
+        "Pipeline stages into which the target's layers are divided, beside the head; unless it is "
+        "set, a model.target has one for each GPU of this machine, and without GPUs one.",
         "stages",
         limits=(1, MAX_STAGES),
     )
@@ -249,7 +250,7 @@ class RunConfig:
 class Config(RunConfig):
     """Everything a run needs to know, checked. `request_policies` are further policies by name,
     which a request may choose instead of `policy` (`Request.policy`): the cluster is made for the
-    most that any of them needs."""
+    most that any of them needs. `chosen` names the settings that were chosen for the model."""
 
     model: ModelConfig
     cluster: ClusterConfig
@@ -263,6 +264,7 @@ class Config(RunConfig):
     emulate: StepClock
     emulate_link: LinkDelay
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
+    chosen: tuple[str, ...] = ()
 
     @property
     def time_scale(self) -> float | None:

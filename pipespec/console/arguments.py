@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 STDIN = "-"
+# Options that are settings, as other tools name them.
+MODELS = {"-m": "model.target", "--model": "model.target", "--draft": "model.draft"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +39,8 @@ class Parser(argparse.ArgumentParser):
         from pipespec.config.choices import settings
 
         lines = [f"  {s.name}={s.default}".ljust(34) + f"  {s.note}".rstrip() for s in settings()]
-        return "\n".join([text, "settings and their defaults:", *lines, ""])
+        models = "MODEL, -m MODEL and --model MODEL are model.target=MODEL; --draft is model.draft."
+        return "\n".join([text, models, "", "settings and their defaults:", *lines, ""])
 
 
 def finish(
@@ -70,25 +74,40 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-def overrides(
-    rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
-) -> list[str]:
-    """What argparse did not know, as overrides; HOSTS.yaml is cluster=HOSTS.yaml."""
+def words(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = False) -> list[str]:
+    """What argparse did not know, in which no option may be left."""
     for argument in rest:
         if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
             name = argument.partition("=")[0]
-            near = get_close_matches(name, known_options, n=1)
+            near = get_close_matches(name, [*known, *MODELS], n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help."
             raise ConfigError(f"The option {name!r} does not exist; {hint}")
-    return [
-        f"cluster={each}" if each.endswith((".yaml", ".yml")) and "=" not in each else each
-        for each in rest
-        if each != STDIN
-    ]
+    return [each for each in rest if each != STDIN]
+
+
+def overrides(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = False) -> list[str]:
+    """What argparse did not know, as overrides. HOSTS.yaml is cluster=HOSTS.yaml; a path, or what
+    exists in the working folder, is the target."""
+    found, left = [], iter(rest)
+    for word in left:
+        name, separator, value = word.partition("=")
+        if name in MODELS:
+            word = f"{MODELS[name]}={value if separator else next(left, '')}"
+        elif word.endswith((".yaml", ".yml")) and not separator:
+            word = f"cluster={word}"
+        elif not word.startswith("-") and (
+            "/" in name or name.endswith(".gguf") or (not separator and os.path.lexists(word))
+        ):
+            word = f"model.target={word}"
+        found.append(word)
+    targets = [each.partition("=")[2] for each in found if each.startswith("model.target=")]
+    if len(targets) > 1:
+        raise ConfigError(f"Targets are {' and '.join(targets)}; name the draft by --draft.")
+    return words(found, known, stdin_allowed=stdin_allowed)
 
 
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:
-    if found := overrides(rest, arguments.known_options):
+    if found := words(rest, arguments.known_options):
         raise ConfigError(f"`{arguments.command_name}` takes no settings, but got {found[0]!r}.")
 
 

@@ -82,11 +82,14 @@ def _bars(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Bars on a terminal until all are full. Yields what moves each: how much, of how much."""
-    with _bars() as bars:
+    """Bars on a terminal until all are full, with the time that they have taken; one of which
+    nothing is done yet moves to and fro. Yields what moves each: how much, of how much."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    with _bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as bars:
 
         def move(bar: TaskID, done: int, of: int) -> None:
-            bars.update(bar, completed=done, total=of)
+            bars.update(bar, completed=done, total=of if done else None)
             if bars.finished:
                 bars.stop()
 

@@ -124,10 +124,7 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         why = first.get("ctx", {}).get("error", message)
         return ApiError(HTTPStatus.BAD_REQUEST, f"The body is no JSON: {_plain(str(why))}.")
     if not place:
-        return ApiError(
-            HTTPStatus.BAD_REQUEST,
-            "The body must be a JSON object, sent as Content-Type: application/json.",
-        )
+        return ApiError(HTTPStatus.BAD_REQUEST, "The body must be a JSON object.")
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     name = "".join(parts).removeprefix(".")  # such as messages[0].content
     if kind == "missing":

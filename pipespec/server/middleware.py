@@ -107,7 +107,7 @@ class OriginCheck:
         self._allowed = {normal_origin(origin) for origin in allowed} - {None}
 
     def __call__(self, scope: Scope, headers: Headers) -> ApiError | None:
-        foreign = None if self._any else self._foreign(scope["scheme"], headers)
+        foreign = None if self._any else self._foreign(scope["method"], scope["scheme"], headers)
         if foreign is None:
             return None
         return ApiError(
@@ -117,7 +117,7 @@ class OriginCheck:
             code="origin_not_allowed",
         )
 
-    def _foreign(self, scheme: str, headers: Headers) -> str | None:
+    def _foreign(self, method: str, scheme: str, headers: Headers) -> str | None:
         origins = headers.getlist("origin")
         own = normal_origin(f"{scheme}://{headers.get('host', '')}")
         for origin in origins:
@@ -125,10 +125,10 @@ class OriginCheck:
             if normal is None or normal not in {own, *self._allowed}:
                 return f"the origin {shown(origin)}"
         # Images and scripts of a page are fetched without Origin; a link to the dashboard is not
-        # the page's own request.
+        # the page's own request, but a form is.
         site = headers.get("sec-fetch-site", "none")
-        fetched = headers.get("sec-fetch-mode", "navigate") != "navigate"
-        if not origins and fetched and site in ("cross-site", "same-site"):
+        linked = method == "GET" and headers.get("sec-fetch-mode", "navigate") == "navigate"
+        if not origins and not linked and site in ("cross-site", "same-site"):
             return "another site"
         return None
 

@@ -35,7 +35,6 @@ from pipespec.server.preparation import (
     PreparedRequest,
     Preparer,
     check_model,
-    not_a_json_object,
 )
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
@@ -115,10 +114,6 @@ class OpenAIServing:
     async def _prepare(self, path: str, request: Request) -> PreparedRequest | bytes:
         """Let a thread prepare the body, which has a place in the queue meanwhile. Raises
         ApiError."""
-        # A browser sends any other type on behalf of pages of every origin without a preflight.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise not_a_json_object()
         body = await self._body(request)
         tenant = self._tenant(request)
         with closing(self.queue.admit(1, tenant=tenant)):

@@ -199,7 +199,7 @@ class Preparer:
 
     def _fields(self, kind: type[Body], body: bytes) -> Body:
         if not body:
-            raise not_a_json_object()
+            raise ApiError(HTTPStatus.BAD_REQUEST, "The body is empty; send a JSON object.")
         context = self._served.context
         num_containers = body.count(b"{") + body.count(b"[")
         num_values = body.count(b",") + num_containers
@@ -246,11 +246,6 @@ def check_model(names: Sequence[str], name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def not_a_json_object() -> ApiError:
-    """The error for a body that is not a JSON object, or is not declared as JSON."""
-    return validation_failed([{"type": "missing", "loc": (), "msg": ""}])
 
 
 def validated(kind: type[Body], fields: Any) -> Body:

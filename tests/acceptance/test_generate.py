@@ -127,7 +127,6 @@ def test_interrupted_generate_leaves_no_process_or_key(place, sent):
         ("cluster.stages=17", PROMPT, "only 16 layers"),
         ("sampling.temperature=-0.5", PROMPT, "temperature is -0.5"),
         ("model.context=8", PROMPT, "the context holds 8"),
-        ("model.target=/no/such/folder", PROMPT, "no model folder"),
         ("controller.url=redis://127.0.0.1:1", PROMPT, "refused the connection"),
         ("cluster.devices=[cuda:999]", PROMPT, "CUDA devices"),
         ("cluster.stages=1", "", "empty"),

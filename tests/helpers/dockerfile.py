@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,21 @@ class Stage:
 
     def of(self, name: str) -> list[Instruction]:
         return [each for each in self.instructions if each.name == name]
+
+    def copy(self, root: Path, into: Path) -> None:
+        """Copy what the stage copies from its context, the files of `root` that .dockerignore
+        leaves: none but those that it names after "!"."""
+        first, *names, last = (root / ".dockerignore").read_text().splitlines()[1:]
+        assert (first, last) == ("*", "**/__pycache__"), "other patterns are not read"
+        for each in self.of("COPY"):
+            *sources, target = each.arguments.split()
+            for name in sources:
+                assert f"!{name}" in names, f"{name} is not in the context"
+                if (root / name).is_dir():
+                    ignored = shutil.ignore_patterns("__pycache__")
+                    shutil.copytree(root / name, into / target, ignore=ignored)
+                else:
+                    shutil.copy(root / name, into / target)
 
 
 class Dockerfile:

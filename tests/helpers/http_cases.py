@@ -20,6 +20,7 @@ OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/
 GET_ROUTES = (
     *("/v1/models", f"/v1/models/{MODEL}", "/health", "/version", "/load", "/metrics"),
     *("/tokenizer_info", "/openapi.json", "/", "/chat", "/page/main.js", "/models", "/api/tags"),
+    *("/api/ps", "/api/version"),
 )
 ODD_ROUTES = (
     *("/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/..%2f..%2fetc%2fpasswd", "//", "/../.."),

@@ -159,7 +159,7 @@ def test_random_trees_are_wide_and_deep_and_of_any_size():
 
 def test_a_target_is_inflated_only_for_more_stages_than_it_has_layers(tmp_path):
     assert run_options.target(16, tmp_path) == []
-    (setting,) = run_options.target(17, tmp_path)
+    _, setting = run_options.target(17, tmp_path)
     assert inspect(setting.removeprefix("model.target=")).num_layers == 17
 
 

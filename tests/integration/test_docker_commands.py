@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.dockerfile import Dockerfile, Stage
+from tests.helpers.dockerfile import Dockerfile
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -24,18 +24,6 @@ NOT_RUN = ("apt-get", "useradd")
 HEALTHY, UNHEALTHY = 0, 1
 
 
-def copied(stage: Stage, source: Path) -> None:
-    """The files that a stage copies from the repository, where .dockerignore lets it."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    for instruction in stage.of("COPY"):
-        *names, target = instruction.arguments.split()
-        for name in names:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, source / target, ignore=ignored)
-            else:
-                shutil.copy(ROOT / name, source / target)
-
-
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The virtual environment that the build stage makes."""
@@ -43,7 +31,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, prefix = folder / "src", folder / "opt"
     source.mkdir()
     build = DOCKERFILE.stage("build")
-    copied(build, source)
+    build.copy(ROOT, source)
     # Its packages are those of the running environment, so no index is asked: pip then finds torch
     # and the other dependencies there already, of the versions in constraints.txt or else fails.
     environment = os.environ | {

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.dockerfile import Dockerfile
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import Server
 
@@ -59,7 +60,11 @@ def must(command: Sequence[str | Path], **options: Path) -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     work = tmp_path_factory.mktemp("wheel")
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
-    must([sys.executable, *build, work, ROOT], cwd=work)
+    # From what `docker build` has, which is less than the repository.
+    context = work / "context"
+    context.mkdir()
+    Dockerfile(ROOT / "Dockerfile").stage("build").copy(ROOT, context)
+    must([sys.executable, *build, work, context], cwd=work)
     (wheel,) = work.glob("pipespec-*.whl")
 
     environment = work / "environment"

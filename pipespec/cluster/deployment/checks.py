@@ -126,6 +126,15 @@ def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
     ]
 
 
+def chosen(deployment: Deployment) -> str | None:
+    """A line with the settings that were chosen for a model, and why; None: there are none."""
+    names, devices = deployment.config.chosen, deployment.devices[1:]
+    on = f"cluster.stages={len(deployment.layers)} (on {', '.join(devices)})"
+    found = [on] * ("cluster.stages" in names)
+    found += ["proposer=suffix (no draft is named: --draft MODEL)"] * ("proposer" in names)
+    return f"Chosen for {deployment.target.path.name}: {', '.join(found)}." if found else None
+
+
 def summary(deployment: Deployment) -> str | None:
     """A line with bytes and format of each rank's weights; None: none has few bits."""
     if not any(info.few_bits for _, info in deployment.models):
@@ -137,6 +146,15 @@ def summary(deployment: Deployment) -> str | None:
         how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
         found.append(f"{name} {size_text(size)} ({how})")
     return f"Weights: {'; '.join(found)}."
+
+
+def loading(deployment: Deployment) -> str:
+    """What is loaded, and how many bytes of it, in words."""
+    sizes = (
+        memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+        for _, info, rank in _ranks(deployment)
+    )
+    return f"loading {deployment.target.path.name}, {size_text(sum(sizes))}"
 
 
 def groups(deployment: Deployment) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.partial_checkpoint import open_repository
 from pipespec.engine.checkpoint.parts import folder as parts_folder
-from pipespec.engine.checkpoint.parts.sources import MAX_TRIES, HubSource, Unavailable
+from pipespec.engine.checkpoint.parts.sources import HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
 from pipespec.engine.formats.gguf_tokenizer import require_tokenizer
@@ -104,8 +104,8 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
     source, here = HubSource(hub_id), parts_folder.known_model(hub_id, file)
     try:
-        # With a copy here, a hub that does not answer at once is not waited for.
-        revision = source.revision(max_tries=MAX_TRIES if here is None else 1)
+        # Somebody waits, perhaps with a wrong name; with a copy here, one try is enough.
+        revision = source.revision(max_tries=2 if here is None else 1)
     except Unavailable as error:
         if here is not None:
             return here

@@ -249,6 +249,9 @@ class GgufFiles:
             backend_tokenizer=backend, chat_template=template, special_tokens_map=special
         )
 
+    def require_tokenizer(self) -> None:
+        gguf_tokenizer.require_tokenizer(self.path)
+
     def tokenizer_refused(self, reason: str) -> ModelError:
         return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); {FOREIGN}")
 

@@ -235,6 +235,11 @@ class SafetensorsFolder:
             return found
         return sentencepiece_file.with_settings(model, found, self.path)
 
+    def require_tokenizer(self) -> None:
+        """Raise ModelError if no file tells of a tokenizer, which is not read."""
+        if not any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json")):
+            raise self.tokenizer_refused("")
+
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
             return ModelError(

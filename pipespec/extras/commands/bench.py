@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode a data set of prompts and measure",
         usage="pipespec bench [--on NAME | --policies POLICY,... | --profile FILE] "
-        "[--dataset PATH] [...] [SETTING=VALUE ...]",
+        "[--dataset PATH] [...] [MODEL] [SETTING=VALUE ...]",
         description="Decode a data set of prompts on one cluster: latencies and throughput, named "
         "as by `vllm bench serve`, and what speculation brought. With --policies the same prompts "
         "are decoded by each, one after another. With --profile they are decoded plainly and with "

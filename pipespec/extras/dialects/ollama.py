@@ -61,7 +61,9 @@ class ListedModel(BaseModel):
     name: str
     model: str
     modified_at: str
-    details: ModelDetails
+    expires_at: str = "9999-12-31T23:59:59Z"  # it stays loaded
+    context_length: int
+    details: ModelDetails = Field(default_factory=ModelDetails)
 
 
 class TagsReply(BaseModel):
@@ -87,10 +89,9 @@ class ShowRequest(DialectBody):
         return Translation({"model": self.model}, reply=_show_reply)
 
 
-def tags_reply(names: Sequence[str], started: float) -> TagsReply:
-    at, details = rfc3339(started), ModelDetails()
-    listed = [ListedModel(name=n, model=n, modified_at=at, details=details) for n in names]
-    return TagsReply(models=listed)
+def tags_reply(names: Sequence[str], started: float, context: int) -> TagsReply:
+    shared: Any = {"modified_at": rfc3339(started), "context_length": context}
+    return TagsReply(models=[ListedModel(name=name, model=name, **shared) for name in names])
 
 
 def _show_reply(served: ModelInfo) -> bytes:
@@ -428,10 +429,17 @@ class OllamaError(BaseModel):
 
 
 def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    @app.get("/api/ps", responses=failures("/api/ps"))
     @app.get("/api/tags", responses=failures("/api/tags"))
     async def tags() -> TagsReply:
-        """The names under which the model is served, for Ollama's clients."""
-        return tags_reply(serving.options.names, serving.client.running.started)
+        """The names under which the model is served and loaded, for Ollama's clients."""
+        running = serving.client.running
+        return tags_reply(serving.options.names, running.started, running.served.context)
+
+    @app.get("/api/version", responses=failures("/api/version"))
+    async def version() -> dict[str, str]:
+        """The version of pipespec, not of an Ollama."""
+        return {"version": app.version}
 
 
 DIALECT = Dialect(

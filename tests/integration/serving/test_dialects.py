@@ -11,6 +11,7 @@ import ollama
 import openai
 import pytest
 
+from pipespec.system.versions import package_version
 from tests.helpers.sandbox import PATIENCE_S
 from tests.helpers.serving import MODEL, Server
 
@@ -114,3 +115,5 @@ def test_ollama_package_reads_answers_whole_and_streamed(llama: ollama.Client) -
     assert made.response == told.message.content
     assert (llama.show(MODEL).modelinfo or {})["pipespec.context_length"] == 1024
     assert [each.model for each in llama.list().models] == [MODEL]
+    assert [(each.model, each.context_length) for each in llama.ps().models] == [(MODEL, 1024)]
+    assert llama._client.get("/api/version").json() == {"version": package_version("pipespec")}

@@ -28,14 +28,9 @@ def test_without_arguments_the_demo_pair_runs_with_the_defaults() -> None:
     assert made() == []
 
 
-def test_a_model_without_a_draft_speculates_by_suffixes() -> None:
-    assert made("m") == ["model.target=m", "proposer=suffix"]
-    assert made("m", "d") == ["model.target=m", "model.draft=d"]
-    assert made("m", **{"proposer": "hybrid", "model.draft": "d"}) == [
-        "model.target=m",
-        "proposer=hybrid",
-        "model.draft=d",
-    ]
+def test_a_model_and_its_draft_are_settings() -> None:
+    assert made("m") == ["model.target=m"]
+    assert made("m", "d", 2) == ["model.target=m", "model.draft=d", "cluster.stages=2"]
 
 
 def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:

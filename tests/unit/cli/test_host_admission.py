@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.cli import host_admission
+from pipespec.cli import host_admission, up
+from pipespec.cli.invite import JoinOptions
 from pipespec.cluster.host_link.host_session import HostSession
+from pipespec.config.compose import compose
 from pipespec.config.hosts import Host
-from pipespec.errors import HostFailed
+from pipespec.errors import ConfigError, HostFailed
 
 
 class Changes:
@@ -51,3 +53,13 @@ def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
     assert changes.lost_names == ["b"]
     assert lines[-2].endswith("it was stopped")
     assert lines[-1] == "the others cannot go on without it yet: c: timed out"
+
+
+def test_without_a_default_route_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_admission, "ANYWHERE", ())
+    monkeypatch.setattr(up, "measured_problem", lambda *_: pytest.fail("hosts were measured"))
+    with (
+        pytest.raises(ConfigError, match="no default route, by which others could reach it"),
+        up.planned(compose(), measure=False, join_options=JoinOptions()),
+    ):
+        pass

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
+from pipespec.client.registry import claim
+from pipespec.system.folders import resource_dir
 from tests.helpers.imports import slow_imports
+
+ROOT = Path(__file__).parents[3]
+TAKEN = "lab"
+TOO_MUCH = ["policy.capacity=1000000", "scheduler.max_num_seqs=4096"]
 
 NO_REDIS = ["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"]
 
@@ -32,6 +40,13 @@ def known() -> None:
         (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
         (NO_REDIS, 2),
         (["up", "--name", "/"], 2),
+        (["up", "--name", TAKEN], 2),
+        (["up", *TOO_MUCH], 2),
+        (["up", "--invite", "/no/such/folder"], 2),
+        (["serve", *TOO_MUCH], 2),
+        (["serve", "/no/such/folder"], 2),
+        (["generate", "--prompt", "a", "NO_TOKENIZER"], 2),
+        (["generate", "--prompt", "a", "UNKNOWN_FORMAT"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -39,7 +54,19 @@ def test_a_command_is_quick_to_answer(
     argv: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert slow_imports(*argv, code=code) == []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    target = resource_dir("demo") / "target"
+    shutil.copytree(target, "NO_TOKENIZER", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(target, "UNKNOWN_FORMAT", ignore=shutil.ignore_patterns("*.safetensors"))
+    with claim(TAKEN):
+        assert slow_imports(*argv, code=code) == []
+
+
+def test_taken_port_is_refused_before_torch_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert slow_imports("serve", "--port", port, code=2) == ["fastapi"]
 
 
 def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:

@@ -117,9 +117,26 @@ def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
     assert (made.model.dtype, made.model.context, made.trace) == ("auto", None, None)
 
 
-def test_proposer_without_draft_needs_no_draft_folder() -> None:
-    made = compose(["model=custom", "model.target=/models/t", "proposer=suffix"])
-    assert made.model.draft is None and not made.proposer.needs_draft
+@pytest.mark.parametrize(
+    ("settings", "gpus", "stages", "draft"),
+    [
+        ([], 0, 1, None),
+        ([], 4, 4, None),
+        (["cluster.tensor_parallel=2"], 4, 2, None),
+        (["cluster.devices=[cpu]"], 4, 1, None),
+        (["emulate=rtx3090_8"], 0, 4, None),
+        (["model.draft=/d"], 0, 1, "/d"),
+        (["model=demo"], 0, 1, str(resource_dir("demo") / "draft")),
+    ],
+)
+def test_own_target_never_gets_the_draft_and_the_stages_of_the_demo(
+    settings, gpus, stages, draft, monkeypatch
+):
+    monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: gpus)
+    made = compose(["model.target=/t", *settings])
+    assert (made.cluster.stages, made.model.draft) == (stages, draft)
+    assert made.proposer.needs_draft == (draft is not None)
+    assert ("proposer" in made.chosen) == (draft is None)
 
 
 def test_overrides_choose_and_set_in_any_order() -> None:

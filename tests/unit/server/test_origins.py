@@ -27,7 +27,9 @@ def status(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/requests/1/cancel", "/page/x"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/v1/completions", "/v1/models", "/requests/1/cancel", "/page/x"]
+)
 @pytest.mark.parametrize("origin", ["null", "http://evil.test", "https://localhost", "", "a b"])
 def test_every_route_refuses_a_foreign_origin(path: str, method: str, origin: str) -> None:
     assert status(path, method, headers={"Origin": origin}) == REFUSED
@@ -62,10 +64,11 @@ def test_own_and_allowed_origins_are_accepted(
     assert found == (SERVED if accepted else REFUSED)
 
 
-def test_cross_site_images_and_scripts_are_refused_but_links_are_not() -> None:
+def test_cross_site_images_scripts_and_forms_are_refused_but_links_are_not() -> None:
     for mode, expected in (("no-cors", REFUSED), ("cors", REFUSED), ("navigate", SERVED)):
         headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
         assert status(headers=headers) == expected
+        assert status("/v1/completions", "POST", headers=headers) == REFUSED
     assert status(headers={"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}) == SERVED
 
 

@@ -296,11 +296,16 @@ def test_lone_surrogate_in_json_within_a_text_is_400(http: TestClient) -> None:
         assert reply.status_code == 400, reply.text
 
 
-def test_surrogate_pairs_are_accepted(http: TestClient) -> None:
+# `curl -d` sends a form.
+@pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", ""])
+def test_json_is_read_whatever_its_content_type_and_surrogate_pairs_are_accepted(
+    http: TestClient, kind: str
+) -> None:
     content = json.dumps({"prompt": "a \U0001f600"}).encode()
     assert b"\\ud83d\\ude00" in content  # as a pair of escapes
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": kind}
     assert http.post("/tokenize", content=content, headers=headers).status_code == 200
+    assert http.post("/tokenize", content=b"prompt=a", headers=headers).status_code == 400
 
 
 @pytest.mark.parametrize("content", [b"a" * 2**21, (b"a" * 2**20 for _ in range(2))])

@@ -9,7 +9,7 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import require_backend, shared_gpu, without_ggml
+from pipespec.cluster.deployment.checks import chosen, require_backend, shared_gpu, without_ggml
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import CheckpointInfo
@@ -152,6 +152,13 @@ def test_model_that_cannot_be_divided_among_devices_is_refused(
     common = (f"model.target={model}", "proposer=suffix", "cluster.devices=[cpu]")
     with pytest.raises(ModelError, match=sentence):
         decide(compose([*common, "cluster.stages=2", *settings]))
+
+
+def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch) -> None:
+    monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: 99)
+    found = decide(compose([f"model.target={DEMO / 'target'}"]))
+    assert len(found.layers) == found.config.cluster.stages == found.target.num_layers
+    assert "proposer=suffix" in (chosen(found) or "")
 
 
 def test_devices_name_those_of_a_stage_one_after_another() -> None:
