@@ -11,7 +11,13 @@ from pipespec.engine.formats.gguf_file import FOREIGN, GgufFile
 from pipespec.errors import ModelError
 from pipespec.system.validation import reason, shown
 
-EMBEDDING, ROPE_FACTORS, OUTPUT = "token_embd.weight", "rope_freqs.weight", "output.weight"
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+# Divisors of rotary frequencies: in any context, in the original one, and in a longer one.
+_EVERY, _SHORT, _LONG = ROPE_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
 # The config's names of metadata that all architectures have.
 _COMMON = {
     "context_length": "max_position_embeddings",
@@ -24,11 +30,12 @@ _COMMON = {
     "attention.key_length": "head_dim",
 }
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
+_ORIGINAL = "original_max_position_embeddings"
 # Llama 3's scaling of its rotary embedding but for the factor (`rope_type: llama3`).
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    _ORIGINAL: 8192,
 }
 
 
@@ -66,6 +73,8 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
         rope = _rope(file, settings["head_dim"], architecture.yarn)
         if architecture.partial and turned is not None:
             rope["partial_rotary_factor"] = turned / settings["head_dim"]
+        if rope["rope_type"] == "longrope":  # where Phi-3's class looks for it
+            settings[_ORIGINAL] = rope[_ORIGINAL]
         settings |= {"rope_parameters": rope, **architecture.settings}
         if architecture.more is not None:
             settings |= architecture.more(file, settings)
@@ -104,10 +113,18 @@ def _rope(file: GgufFile, head_dim: int, yarn: Mapping[str, Any] | None) -> dict
     factor = float(field("rope.scaling.factor") or field("rope.scale_linear") or 1)  # an old name
     if kind is None:  # for llama.cpp a factor then means linear
         kind = "linear" if factor != 1 else "none"
-    if ROPE_FACTORS in file.tensors:
-        factors = [float(each) for each in file.data(ROPE_FACTORS)]
-        scaled = _llama3(factors, rope["rope_theta"], head_dim)
-        if kind != "none" or scaled is None:
+    divisors = {each: file.data(each).tolist() for each in ROPE_FACTORS if each in file.tensors}
+    if {*divisors} == {_SHORT, _LONG} and (kind == "none" or (kind == "longrope" and factor == 1)):
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": divisors[_SHORT],
+            "long_factor": divisors[_LONG],
+            _ORIGINAL: field("rope.scaling.original_context_length") or field("context_length"),
+            "attention_factor": float(field("rope.scaling.attn_factor") or 1.0),
+        }
+    if divisors:
+        scaled = _llama3(divisors.get(_EVERY, []), rope["rope_theta"], head_dim)
+        if len(divisors) > 1 or kind != "none" or scaled is None:
             way = "in another way than Llama 3"
             raise file.unread(f"scales its rotary embedding {way}, which is not read")
         return rope | scaled
@@ -125,7 +142,7 @@ def _llama3(factors: list[float], theta: float, head_dim: int) -> dict[str, Any]
     not that of Llama 3."""
     most = max(factors, default=0.0)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    original = _LLAMA3["original_max_position_embeddings"]
+    original = _LLAMA3[_ORIGINAL]
     if len(factors) != head_dim // 2 or most <= 0:
         return None
     for i, found in enumerate(factors):
@@ -143,7 +160,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": field("rope.scaling.original_context_length"),
+        _ORIGINAL: field("rope.scaling.original_context_length"),
         "beta_fast": field("rope.scaling.yarn_beta_fast") or 32.0,
         "beta_slow": field("rope.scaling.yarn_beta_slow") or 1.0,
     }

@@ -121,33 +121,67 @@ def test_eos_of_the_generation_config_goes_first(copy):
     assert inspect(copy).eos == ()
 
 
+LONG = {"short_factor": [1 + i / 4 for i in range(6)], "long_factor": [2 + i for i in range(6)]}
+NTK, MSCALE = {"type": "dynamic"}, {"short_mscale": 1.1, "long_mscale": 1.2}
+OF_64 = {"original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("scaling", "context"),
+    ("scaling", "context", "unscaled"),
     [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
-        ({"type": "yarn", "factor": 4.0}, 1024),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
-        ({"rope_type": "linear", "factor": 4.0}, 1024),
-        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 128}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, **OF_64}, 256, None),
+        ({"type": "yarn", "factor": 4.0}, 1024, None),
+        ({"rope_type": "linear", "factor": 4.0}, 1024, None),
+        ({"rope_type": "linear", "factor": 8.0, **OF_64}, 512, None),
+        ({"type": "dynamic", "factor": 2.0}, 512, 256),
+        ({"rope_type": "dynamic", "factor": 4.0, **OF_64}, 256, None),
+        ({"type": "longrope", **LONG, **OF_64}, 256, 64),
+        ({"rope_type": "longrope", "factor": 2.0, **LONG}, 512, 256),
     ],
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, field):
+def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, unscaled, field):
+    """Its frequencies are those of a text as long as the context, from the first token on."""
     rope = {"rope_theta": 10000.0} if field == "rope_parameters" else {}
     edit(copy, **{"rope_parameters": None, field: scaling | rope})
-    assert inspect(copy).context == context
-    prompt = [each % VOCAB_SIZE for each in range(300)]
+    info = inspect(copy)
+    assert (info.context, info.unscaled) == (context, unscaled)
     model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(logits(copy, prompt, 2), theirs, rtol=1e-4, atol=1e-4)
+    for longest in sorted({unscaled or 50, min(300, context), context}):  # which it never narrows
+        prompt = [each % VOCAB_SIZE for each in range(longest)]
+        with torch.no_grad():
+            theirs = model(torch.tensor([prompt])).logits[0]
+        for length in (40, longest):
+            mine = logits(copy, prompt[:length], 2, context=longest)
+            torch.testing.assert_close(mine, theirs[:length], rtol=1e-4, atol=1e-4)
 
 
-def test_a_context_ends_where_rotary_frequencies_would_change(copy):
-    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    edit(copy, rope_parameters=rope)
-    assert inspect(copy).context == 64
+@pytest.mark.parametrize(
+    ("kind", "changes", "tokens", "context", "unscaled"),
+    [
+        # Of DeepSeek Coder, and of Vicuna 16k: the tokenizer says whether 256 are scaled already.
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 256, 256, None),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024, 1024, None),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 10**30, 1024, None),
+        ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, **OF_64}, None, 256, 64),
+        ("phi3", {"rope_scaling": {"type": "yarn", **LONG}, **OF_64}, None, 256, 64),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, None, 256, None),
+        ("hunyuan_v1_dense", {"rope_scaling": NTK | {"factor": 1, "alpha": 9}}, None, 256, None),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", **MSCALE, **LONG, **OF_64}},
+            None,
+            64,
+            None,
+        ),
+    ],
+)
+def test_positions_are_not_scaled_twice(tmp_path, kind, changes, tokens, context, unscaled):
+    path = copytree(shared(kind), tmp_path / "model")
+    edit(path, **{"rope_parameters": None, **changes})
+    (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokens}))
+    info = inspect(path)
+    assert (info.context, info.unscaled) == (context, unscaled)
 
 
 def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
@@ -458,7 +492,22 @@ WHOLE = "but must be a whole number from 1 to"
         ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
         ({"rope_parameters": {"rope_theta": 0}}, r"rope_parameters\.rope_theta is 0, but must be"),
         ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling\.factor is -2.0, but must be above 0"),
-        ({"rope_scaling": {"factor": "4.0"}}, r"rope_scaling\.factor is '4.0', but must be a num"),
+        *(
+            ({"rope_scaling": {"rope_type": kind, **LONG, "factor": 2.0, **wrong}}, f"rope_.*{why}")
+            for kind, wrong, why in (
+                ("linear", {"factor": "4.0"}, r"\.factor is '4.0', but must be a number"),
+                ("yarn", {"factor": True}, r"\.factor is True, but must be a number"),
+                ("dynamic", {"factor": 1e30}, r"\.factor is 1e\+30, but must be at most 10000"),
+                ("dynamic", {"factor": NAN}, r"\.factor is nan, but must be a finite number"),
+                ("yarn", {"attention_factor": [1.0]}, r"attention_factor is .* a number"),
+                ("longrope", {"long_factor": [0.0] * 6}, r"\.long_factor is 0.0, .* above 0"),
+                ("longrope", {"long_factor": ["2"] * 6}, r"\.long_factor is .*2.*a number"),
+                ("longrope", {"long_factor": [2.0]}, "as many numbers in long_factor as in short"),
+                ("linear", {"original_max_position_embeddings": {}}, "embeddings is {}, .* a num"),
+                ("linear", {"original_max_position_embeddings": 1e20}, "is 1e.20, .* at most"),
+            )
+        ),
+        ({"rope_parameters": {"full_attention": {"factor": "8"}}}, r"full_attention\.factor is"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be at most 1"),
         ({"attention_dropout": float("inf")}, "attention_dropout is inf, but must be a finite"),
         ({"any": {"deep": [1, {"er": float("-inf")}]}}, r"any\.deep\.er is -inf, but must be"),
