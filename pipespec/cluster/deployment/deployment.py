@@ -153,8 +153,7 @@ class Deployment:
 
     @property
     def longest(self) -> int:
-        """The tokens that a sequence may have, to which rotary frequencies belong that depend on
-        it; `context` is less where the pools are of requests that are known."""
+        """The longest sequence that is allowed, in tokens; pools may have room for `context`."""
         return self.config.model.context or self.target.context
 
     @property

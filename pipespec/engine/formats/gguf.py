@@ -158,11 +158,6 @@ class GgufFiles:
     def raw(self) -> Mapping[str, Any]:
         return self._header.settings
 
-    @property
-    def claimed_context(self) -> int:
-        """The longest sequence, in tokens: that of llama.cpp, whatever scales its positions."""
-        return int(self.raw["max_position_embeddings"])
-
     @cached_property
     def _stored(self) -> dict[str, Stored]:
         """Each tensor, by its name in a checkpoint."""

@@ -28,10 +28,10 @@ def reach(config: Any, claimed: int | None = None) -> tuple[int, int | None]:
     rope = whole or rope
     kind, factor, original = (rope.get(each) for each in ("rope_type", "factor", _ORIGINAL))
     if kind in ("linear", "yarn", *GROWING) and isinstance(factor, int | float):
-        start = original or (most if whole is None else 0)
-        context = max(most, int(start * factor))
-        if kind == "linear" and claimed and not original:
-            context = max(most, min(context, claimed))
+        scaled = int((original or (most if whole is None else 0)) * factor)
+        if kind == "linear" and not original and claimed is not None and claimed > 0:
+            scaled = min(scaled, claimed)
+        context = max(most, scaled)
     if kind not in GROWING or (rope.get("alpha") and config.model_type.startswith("hunyuan")):
         return context, None
     unscaled = int(original) if kind == "longrope" and original else most

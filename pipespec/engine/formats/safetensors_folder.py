@@ -48,7 +48,6 @@ from pipespec.engine.formats.stored import (
     Units,
 )
 from pipespec.errors import ModelError
-from pipespec.limits import MAX_COUNT
 from pipespec.system.result_cache import digest
 from pipespec.system.validation import Unreadable, reason, typed
 
@@ -204,13 +203,6 @@ class SafetensorsFolder:
         config = _text_config(config)
         _require_layers(self.path, config)
         return config
-
-    @cached_property
-    def claimed_context(self) -> int | None:
-        """The longest text, in tokens, of the tokenizer's settings; None: they have none."""
-        file = self.path / "tokenizer_config.json"
-        found = read_json(file).get("model_max_length") if file.is_file() else None
-        return found if type(found) is int and 0 < found <= MAX_COUNT else None
 
     def eos(self, default: Any) -> tuple[int, ...]:
         """The token ids that end a text, given the `eos_token_id` of the config."""

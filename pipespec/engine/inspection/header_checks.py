@@ -87,9 +87,8 @@ def _rope_faults(raw: Mapping[str, Any]) -> Iterator[str]:
     """What is no number in the parameters of rotary embeddings, or of types of layers."""
     ropes = {name: raw[name] for name in _ROPE if isinstance(raw.get(name), dict)}
     inner = {f"{n}.{key}": of for n, rope in ropes.items() for key, of in rope.items()}
-    for name, rope in (ropes | inner).items():
-        if not isinstance(rope, dict):
-            continue
+    ropes |= {name: rope for name, rope in inner.items() if isinstance(rope, dict)}
+    for name, rope in ropes.items():
         lists = [each for key in _ROPE_LISTS if isinstance(each := rope.get(key), list)]
         for key, value in rope.items():
             numbers = value if value in lists else [value]

@@ -10,6 +10,7 @@ from typing import Any
 from pipespec.engine.checkpoint.checkpoint import StoredFiles
 from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.formats.rotary import reach
+from pipespec.engine.formats.safetensors_headers import read_json
 from pipespec.engine.recurrence.state_sizes import (
     RecurrentSizes,
     layers_with_kv,
@@ -67,20 +68,23 @@ class StoredConfig(ModelFacts):
 
 def read_config(files: StoredFiles) -> StoredConfig:
     """The config as Transformers reads it; cached, as importing Transformers takes seconds."""
+    settings = files.path / "tokenizer_config.json"
+    claimed = read_json(settings).get("model_max_length") if settings.is_file() else None
+    claimed = claimed if type(claimed) is int else None
     depends = {
         "config": files.raw,
-        "claimed": files.claimed_context,
+        "claimed": claimed,
         "transformers": importlib.metadata.version("transformers"),
         "form": FORM,
     }
-    return cached_call("configs", StoredConfig, depends, _by_transformers, files)
+    return cached_call("configs", StoredConfig, depends, _by_transformers, files, claimed)
 
 
-def _by_transformers(files: StoredFiles) -> StoredConfig:
+def _by_transformers(files: StoredFiles, claimed: int | None) -> StoredConfig:
     config = files.config()
     heads = max(layer.num_attention_heads for layer in _layers(config))
     plan = config.base_model_tp_plan or {}
-    context, unscaled = reach(config, files.claimed_context)
+    context, unscaled = reach(config, claimed)
     # Sparse attention sees every key as long as there are no more than it selects.
     context = min(context, getattr(config, "index_topk", None) or context)
     return StoredConfig(

@@ -122,7 +122,7 @@ def test_eos_of_the_generation_config_goes_first(copy):
 
 
 LONG = {"short_factor": [1 + i / 4 for i in range(6)], "long_factor": [2 + i for i in range(6)]}
-NTK, MSCALE = {"type": "dynamic"}, {"short_mscale": 1.1, "long_mscale": 1.2}
+LINEAR = {"type": "linear", "factor": 4.0}
 OF_64 = {"original_max_position_embeddings": 64}
 
 
@@ -157,31 +157,28 @@ def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "tokens", "context", "unscaled"),
+    ("kind", "scaling", "tokens", "found"),
     [
         # Of DeepSeek Coder, and of Vicuna 16k: the tokenizer says whether 256 are scaled already.
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 256, 256, None),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024, 1024, None),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 10**30, 1024, None),
-        ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, **OF_64}, None, 256, 64),
-        ("phi3", {"rope_scaling": {"type": "yarn", **LONG}, **OF_64}, None, 256, 64),
-        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, None, 256, None),
-        ("hunyuan_v1_dense", {"rope_scaling": NTK | {"factor": 1, "alpha": 9}}, None, 256, None),
+        *(("llama", LINEAR, most, found) for most, found in ((256, 256), (1024, 1024))),
+        ("llama", LINEAR, 10**30, 1024),
+        *(("phi3", {"type": kind, **LONG}, None, (256, 64)) for kind in ("longrope", "yarn")),
+        ("gemma3_text", LINEAR, None, 256),
+        ("hunyuan_v1_dense", {"type": "dynamic", "factor": 1, "alpha": 9}, None, 256),
         (
             "phimoe",
-            {"rope_scaling": {"type": "longrope", **MSCALE, **LONG, **OF_64}},
+            {"type": "longrope", **LONG, **OF_64, "short_mscale": 1, "long_mscale": 2},
             None,
             64,
-            None,
         ),
     ],
 )
-def test_positions_are_not_scaled_twice(tmp_path, kind, changes, tokens, context, unscaled):
+def test_positions_are_not_scaled_twice(tmp_path, kind, scaling, tokens, found):
     path = copytree(shared(kind), tmp_path / "model")
-    edit(path, **{"rope_parameters": None, **changes})
+    edit(path, rope_parameters=None, rope_scaling=scaling, **OF_64)
     (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokens}))
     info = inspect(path)
-    assert (info.context, info.unscaled) == (context, unscaled)
+    assert (info.context, info.unscaled) == (found if isinstance(found, tuple) else (found, None))
 
 
 def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
