@@ -49,7 +49,7 @@ def fix_frequencies(model: Any, context: int) -> None:
         of_all = getattr(rotary, "rope_type", None)
         of_layers: dict[str | None, Any] = of_all if isinstance(of_all, dict) else {None: of_all}
         for layers, kind in of_layers.items():
-            if kind not in GROWING or rotary.config.model_type == _SHORT_ALONE:
+            if kind not in GROWING:
                 continue
             held = getattr(rotary, "inv_freq" if layers is None else f"{layers}_inv_freq")
             found, _ = ROPE_INIT_FUNCTIONS[kind](

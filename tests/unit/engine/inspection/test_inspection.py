@@ -214,24 +214,17 @@ def test_a_layer_for_multi_token_prediction_is_left_out_but_not_more(tmp_path, m
     refused(change(path, add(layers + 1)), r"layers\.5\..*without this layer")
 
 
-def test_buffers_of_old_checkpoints_are_taken(tmp_path):
-    llama = build("llama", tmp_path / "llama")
-    change(
-        llama,
-        lambda tensors: tensors.update(
-            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(4)}
-        ),
-    )
-    assert inspect(llama)
-    neox = build("gpt_neox", tmp_path / "neox")
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    change(
-        neox,
-        lambda tensors: tensors.update(
-            {f"gpt_neox.layers.{i}.attention.bias": mask.clone() for i in range(4)}
-        ),
-    )
-    assert inspect(neox)
+@pytest.mark.parametrize(
+    ("kind", "name", "buffer"),
+    [
+        ("llama", "model.layers.{}.self_attn.rotary_emb.inv_freq", torch.ones(6)),
+        ("gpt_neox", "gpt_neox.layers.{}.attention.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+    ],
+)
+def test_buffers_of_old_checkpoints_are_taken(tmp_path, kind, name, buffer):
+    path = build(kind, tmp_path / "model")
+    added = {name.format(i): buffer.clone() for i in range(4)}
+    assert inspect(change(path, lambda tensors: tensors.update(added)))
 
 
 def test_a_tied_head_may_be_stored_all_the_same(tmp_path):
