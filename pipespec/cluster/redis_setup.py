@@ -31,13 +31,14 @@ def require_same_model(
 
 def kept_model(deployment: Deployment) -> KeptModel:
     """The properties of the target that determine the texts of requests, and its context."""
-    target, model = deployment.target, deployment.config.model
+    target, scaled_for = deployment.target, deployment.scaled_for
     held = deployment.weight_format(target)
     quantized = "" if held is None else f" quantised to {held}"
+    scaled = "" if scaled_for is None else f", positions scaled for {scaled_for} tokens"
     return KeptModel(
-        f"{target.path} ({target.kind}{quantized}, {deployment.dtype})",
+        f"{target.path} ({target.kind}{quantized}, {deployment.dtype}{scaled})",
         # Of a cluster for one request the pools hold less; the next may hold more.
-        model.context or target.context,
+        deployment.longest,
     )
 
 

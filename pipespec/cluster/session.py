@@ -18,6 +18,7 @@ from pipespec.cluster.deployment.checks import (
     expanded,
     require_backend,
     require_quantizers,
+    scaled,
     shared_gpu,
     without_ggml,
 )
@@ -205,9 +206,9 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
         check_deployment(deployment, stays=stays)
         distribute_weights(deployment, on_warning=print_error)
     require_weights(deployment)
-    for line in (expanded(deployment), shared_gpu(deployment), without_ggml(deployment)):
-        if line is not None:
-            log.warning(line)
+    for line in (expanded, shared_gpu, without_ggml, scaled):
+        if (found := line(deployment)) is not None:
+            log.warning(found)
     models = [info for _, info in deployment.models]
     types = dict.fromkeys(info.model_type for info in models)
     entrypoint = WORKER_ENTRYPOINT.partition(":")[0]

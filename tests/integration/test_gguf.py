@@ -429,7 +429,8 @@ def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, 
 
 @pytest.mark.long
 def test_a_scaled_rotary_embedding_is_read(tmp_path):
-    """Linear scaling, by one of two names, and Llama 3's, by the divisors of its frequencies."""
+    """Linear scaling, by one of two names, Llama 3's, by the divisors of its frequencies, and
+    LongRoPE's, by those of a short and a long context."""
     rope = {"rope_theta": 1000.0}
     llama3 = {
         "rope_type": "llama3",
@@ -447,11 +448,24 @@ def test_a_scaled_rotary_embedding_is_read(tmp_path):
         (linear, {"llama__rope__scale_linear": 4, "llama__rope__scaling__type": "linear"}),
         (llama3, {"rope_freqs__weight": (plain / scaled).numpy()}),
     ]
+    longrope = {
+        "rope_type": "longrope",
+        "attention_factor": 1.25,
+        "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+        "long_factor": [9.0, 8.0, 7.0, 6.0, 5.0, 4.0],
+    }
+    original = "original_max_position_embeddings"
+    ways += [(longrope | {original: 8}, {}), (longrope | {original: 64}, {})]
     for i, (settings, stored) in enumerate(ways):
-        source = build("llama", tmp_path / f"source_{i}", rope_parameters=rope | settings)
-        path = write(source, tmp_path / f"{i}.gguf", "llama", lambda _: Type.F32, **stored)
+        kind = "phi3" if "long_factor" in settings else "llama"
+        settings = {"rope_parameters": rope | settings} | {
+            name: value for name, value in settings.items() if kind == "phi3" and name == original
+        }
+        source = build(kind, tmp_path / f"source_{i}", **settings)
+        path = write(source, tmp_path / f"{i}.gguf", kind, lambda _: Type.F32, **stored)
         expected = cluster.reference(source, [PROMPT, PROMPT[3:]], NEW_TOKENS)
-        assert text(path, "cluster.stages=2") == expected
+        context = 64 if settings.get(original) == 64 else 256  # the texts are shorter
+        assert text(path, "cluster.stages=2", f"model.context={context}") == expected
 
 
 @pytest.fixture(scope="module")
@@ -560,9 +574,9 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
         source, tmp_path / "s.gguf", "llama", lambda _: Type.F16, llama__rope__scaling__type="yarn"
     )
     refused(scaled, r"scales its rotary embedding \(yarn\), which is not read")
-    odd = {"rope_freqs__weight": np.full(32, 3, np.float32)}
+    odd = {"rope_freqs__weight": np.full(31, 3, np.float32)}
     file = write(source, tmp_path / "odd.gguf", "llama", lambda _: Type.F16, **odd)
-    refused(file, "scales its rotary embedding in another way than Llama 3, which is not read")
+    refused(file, "scales its rotary embedding in a way which is not read")
     unscaled = {"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4}
     assert inspect(write(source, tmp_path / "u.gguf", "llama", lambda _: Type.F16, **unscaled))
     partial = {"llama__rope__dimension_count": 2}

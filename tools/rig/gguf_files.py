@@ -113,6 +113,12 @@ def write(
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if rope.get("rope_type") == "yarn":
         _add_yarn(writer, rope, architecture)
+    elif rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for length in ("short", "long"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     writer.add_vocab_size(config["vocab_size"])
     if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(window)

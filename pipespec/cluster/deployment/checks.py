@@ -119,6 +119,16 @@ def without_ggml(deployment: Deployment) -> str | None:
     return (library.why_not() or None) if on_cpu and few_bits else None
 
 
+def scaled(deployment: Deployment) -> str | None:
+    """A line that says so if the target's rotary frequencies are those of a long text."""
+    if deployment.scaled_for is None:
+        return None
+    return (
+        f"The target's rotary embedding is scaled for {deployment.scaled_for} tokens, in short "
+        f"texts too; with model.context={deployment.target.unscaled} or less it is the original."
+    )
+
+
 def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
     workers, devices = deployment.workers[1:], deployment.devices[1:]
     return [

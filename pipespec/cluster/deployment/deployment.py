@@ -152,6 +152,17 @@ class Deployment:
         return next(name for name, each in self.models if each is info)
 
     @property
+    def longest(self) -> int:
+        """The longest sequence that is allowed, in tokens; pools may have room for `context`."""
+        return self.config.model.context or self.target.context
+
+    @property
+    def scaled_for(self) -> int | None:
+        """The same if the target's frequencies are not the original ones because of it."""
+        unscaled = self.target.unscaled
+        return None if unscaled is None or self.longest <= unscaled else self.longest
+
+    @property
     def parallel(self) -> ParallelDraft | None:
         """How the draft proposes several tokens per pass; None: it proposes one."""
         draft = self.draft

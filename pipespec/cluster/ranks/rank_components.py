@@ -76,6 +76,7 @@ def load_model(
         attention=settings.attention,
         parallel=part,
         kv_dtype=settings.kv_dtype,
+        context=deployment.longest,
     )
     if settings.compile:
         speedups.compile_slice(model)

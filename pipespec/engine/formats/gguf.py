@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
 # The format of weights in memory.
 GGUF = "gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 9
+FORM = 10
 # The types that stay in their bits on every device, and those of them that become packed integers
 # on a GPU in bfloat16, with two numbers for each group of 32.
 INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")

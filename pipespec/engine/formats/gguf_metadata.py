@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,9 @@ from pipespec.engine.formats.gguf_file import FOREIGN, GgufFile
 from pipespec.errors import ModelError
 from pipespec.system.validation import reason, shown
 
-EMBEDDING, ROPE_FACTORS, OUTPUT = "token_embd.weight", "rope_freqs.weight", "output.weight"
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+# Divisors of rotary frequencies: in any context, in the original one, and in a longer one.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # The config's names of metadata that all architectures have.
 _COMMON = {
     "context_length": "max_position_embeddings",
@@ -24,12 +25,7 @@ _COMMON = {
     "attention.key_length": "head_dim",
 }
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
-# Llama 3's scaling of its rotary embedding but for the factor (`rope_type: llama3`).
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
@@ -63,9 +59,11 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
         if turned not in (None, settings["head_dim"]) and not architecture.partial:
             numbers = f"{turned} of the {settings['head_dim']} numbers of a head"
             raise file.unread(f"turns {numbers} by their position, which is not read")
-        rope = _rope(file, settings["head_dim"], architecture.yarn)
+        rope = _rope(file, turned or settings["head_dim"], architecture.yarn)
         if architecture.partial and turned is not None:
             rope["partial_rotary_factor"] = turned / settings["head_dim"]
+        if rope["rope_type"] == "longrope":  # where Phi-3's class looks for it
+            settings[_ORIGINAL] = rope[_ORIGINAL]
         settings |= {"rope_parameters": rope, **architecture.settings}
         if architecture.more is not None:
             settings |= architecture.more(file, settings)
@@ -96,45 +94,38 @@ def require_types(file: GgufFile) -> None:
             raise file.unread(f"holds tensors of {what}") from error
 
 
-def _rope(file: GgufFile, head_dim: int, yarn: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The parameters of the rotary embedding; `yarn`: see `GgufArchitecture`."""
+def _rope(file: GgufFile, turned: int, yarn: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The parameters of the rotary embedding of `turned` numbers of a head; `yarn`: see
+    `GgufArchitecture`."""
     field = file.field
     rope: dict[str, Any] = {"rope_theta": float(field("rope.freq_base") or 10000.0)}
     kind = field("rope.scaling.type")
     factor = float(field("rope.scaling.factor") or field("rope.scale_linear") or 1)  # an old name
     if kind is None:  # for llama.cpp a factor then means linear
         kind = "linear" if factor != 1 else "none"
-    if ROPE_FACTORS in file.tensors:
-        factors = [float(each) for each in file.data(ROPE_FACTORS)]
-        scaled = _llama3(factors, rope["rope_theta"], head_dim)
-        if kind != "none" or scaled is None:
-            way = "in another way than Llama 3"
-            raise file.unread(f"scales its rotary embedding {way}, which is not read")
-        return rope | scaled
+    divisors = {each: file.data(each).tolist() for each in ROPE_FACTORS if each in file.tensors}
+    if divisors:  # of Llama 3 one set, of LongRoPE two
+        whole = tuple(divisors) in (ROPE_FACTORS[:1], ROPE_FACTORS[1:])
+        counts = {len(each) for each in divisors.values()}
+        if not whole or counts != {turned // 2} or kind not in ("none", "longrope") or factor != 1:
+            raise file.unread("scales its rotary embedding in a way which is not read")
+        short, *long = divisors.values()
+        return rope | {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": (long or [short])[0],
+            _ORIGINAL: (long and field("rope.scaling.original_context_length"))
+            or field("context_length"),
+            "attention_factor": float(field("rope.scaling.attn_factor") or 1.0),
+        }
     if kind == "linear":
-        return rope | {"rope_type": "linear", "factor": factor}
+        original = (field("context_length") or 0) / factor  # which counts scaled positions
+        return rope | {"rope_type": "linear", "factor": factor, _ORIGINAL: original}
     if kind == "yarn" and yarn is not None:
         return rope | _yarn(file, factor) | dict(yarn)
     if kind != "none":
         raise file.unread(f"scales its rotary embedding ({kind}), which is not read")
     return rope | {"rope_type": "default"}
-
-
-def _llama3(factors: list[float], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The scaling of which llama.cpp's converter made these divisors of frequencies; None: it is
-    not that of Llama 3."""
-    most = max(factors, default=0.0)
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    original = _LLAMA3["original_max_position_embeddings"]
-    if len(factors) != head_dim // 2 or most <= 0:
-        return None
-    for i, found in enumerate(factors):
-        turns = original / (2 * math.pi * theta ** (2 * i / head_dim))  # in the original context
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        expected = 1 / ((1 - smooth) / most + smooth)
-        if not math.isclose(found, expected, rel_tol=1e-4):
-            return None
-    return {"rope_type": "llama3", "factor": most, **_LLAMA3}
 
 
 def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
@@ -143,7 +134,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": field("rope.scaling.original_context_length"),
+        _ORIGINAL: field("rope.scaling.original_context_length"),
         "beta_fast": field("rope.scaling.yarn_beta_fast") or 32.0,
         "beta_slow": field("rope.scaling.yarn_beta_slow") or 1.0,
     }

@@ -140,7 +140,7 @@ def names_of(file: GgufFile, architecture: GgufArchitecture, config: Any) -> dic
                 (heads, latent, of_keys), (_, of_values, _) = (shapes[part] for part in parts)
                 shape = heads * (of_keys + of_values), latent
                 found[name] = Stored(parts, shape, form=LATENT)
-    unused = ROPE_FACTORS, *(f"blk.{i}." for i in range(config.num_hidden_layers, layers))
+    unused = *ROPE_FACTORS, *(f"blk.{i}." for i in range(config.num_hidden_layers, layers))
     homeless = shapes.keys() - {part for each in found.values() for part in each.names}
     if homeless := {theirs for theirs in homeless if not theirs.startswith(unused)}:
         without = f"{config.model_type} of Transformers has no place for"

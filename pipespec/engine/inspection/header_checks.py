@@ -24,7 +24,7 @@ from pipespec.system.validation import shown
 _SIZES = dict.fromkeys(
     (
         *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-        *("intermediate_size", "max_position_embeddings"),
+        *("intermediate_size", "max_position_embeddings", "original_max_position_embeddings"),
     ),
     MAX_COUNT,
 ) | {"num_hidden_layers": 10_000}
@@ -34,9 +34,11 @@ _NOT_NEGATIVE = (
     *("_per_tok", "_softcapping", "sliding_window"),
 )
 _POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "partial_rotary_factor")
-# Fields that describe a rotary embedding, and suffixes of positive numbers in them.
+# Fields that describe a rotary embedding, suffixes of positive numbers in them with the largest,
+# and what are lists of such numbers.
 _ROPE = ("rope_parameters", "rope_scaling")
-_ROPE_POSITIVE = ("factor", "_max_position_embeddings", "attention_factor")
+_ROPE_MOST = {"factor": 10_000, "_max_position_embeddings": MAX_COUNT}
+_ROPE_LISTS = ("short_factor", "long_factor")
 _DEEPEST = 8
 _HUGE = 1e300  # products of larger numbers are infinite
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
@@ -54,32 +56,51 @@ def check_config(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, most in _SIZES.items():
-        if type(raw.get(name)) in (int, float) and (why := fault(name, raw[name], 1, most)):
+    for name, size in _SIZES.items():
+        if type(raw.get(name)) in (int, float) and (why := fault(name, raw[name], 1, size)):
             yield why[:-1]
     rest = {name: value for name, value in raw.items() if name != "quantization_config"}
     for name, value in _numbers("", rest, _DEEPEST):
         last = name.rpartition(".")[2]
+        most = _rope_most(last) if name.startswith(_ROPE) else None
         wanted = None
         if not -_HUGE < value < _HUGE:
             wanted = "a finite number"
-        elif last in _POSITIVE or (name.startswith(_ROPE) and last.endswith(_ROPE_POSITIVE)):
-            wanted = "above 0" if value <= 0 else None
+        elif (last in _POSITIVE or most is not None) and value <= 0:
+            wanted = "above 0"
+        elif most is not None and value > most:
+            wanted = f"at most {most}"
         elif last.endswith(_NOT_NEGATIVE):
             wanted = "0 or more" if value < 0 else None
         if last == "partial_rotary_factor" and value > 1:
             wanted = "at most 1"
         if wanted is not None:
             yield f"{name} is {shown(value)}, but must be {wanted}"
-    for name in _ROPE:
-        rope = raw.get(name)
-        for key, value in rope.items() if isinstance(rope, dict) else ():
-            if key.endswith(_ROPE_POSITIVE) and isinstance(value, str):
-                yield f"{name}.{key} is {shown(value)}, but must be a number"
+    yield from _rope_faults(raw)
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"
         yield f"num_attention_heads is {shown(heads)}, but must be {multiple}"
+
+
+def _rope_faults(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What is no number in the parameters of rotary embeddings, or of types of layers."""
+    ropes = {name: raw[name] for name in _ROPE if isinstance(raw.get(name), dict)}
+    inner = {f"{n}.{key}": of for n, rope in ropes.items() for key, of in rope.items()}
+    ropes |= {name: rope for name, rope in inner.items() if isinstance(rope, dict)}
+    for name, rope in ropes.items():
+        lists = [each for key in _ROPE_LISTS if isinstance(each := rope.get(key), list)]
+        for key, value in rope.items():
+            numbers = value if value in lists else [value]
+            wrong = value is not None and any(type(each) not in (int, float) for each in numbers)
+            if wrong and _rope_most(key) is not None:
+                yield f"{name}.{key} is {shown(value)}, but must be a number"
+        if len({len(each) for each in lists}) > 1:
+            yield f"{name} must have as many numbers in long_factor as in short_factor"
+
+
+def _rope_most(name: str) -> int | None:
+    return next((most for end, most in _ROPE_MOST.items() if name.endswith(end)), None)
 
 
 def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:

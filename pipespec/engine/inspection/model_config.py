@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import open_files
+from pipespec.engine.checkpoint.checkpoint import StoredFiles
 from pipespec.engine.formats.architectures import count_field
+from pipespec.engine.formats.rotary import reach
+from pipespec.engine.formats.safetensors_headers import read_json
 from pipespec.engine.recurrence.state_sizes import (
     RecurrentSizes,
     layers_with_kv,
@@ -20,12 +21,9 @@ from pipespec.engine.tensor_parallel.tp_cuts import has_plan
 from pipespec.system.result_cache import cached_call
 
 # The version of cached facts: increase it when `_by_transformers` changes its result.
-FORM = 2
+FORM = 3
 # The matrices in which a tensor-parallel plan may divide KV heads.
 _KV = (".k_proj", ".v_proj", ".kv_b_proj")
-# Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
-# computed before and after would disagree, so that is where the usable context ends.
-_GROWING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,8 @@ class ModelFacts:
 
     Attributes:
         context: tokens of the longest sequence.
+        unscaled: a context of more tokens has other rotary frequencies, from the first token on;
+            None: they do not depend on it.
         kv_size: numbers that K and V of one token have in one layer.
         kv_heads: KV heads of a layer.
         has_kv, has_state: which layers hold K and V, and which keep a running state; empty: all
@@ -47,6 +47,7 @@ class ModelFacts:
     num_layers: int
     hidden_size: int
     context: int
+    unscaled: int | None
     kv_size: int
     kv_heads: int
     has_kv: tuple[bool, ...]
@@ -65,24 +66,32 @@ class StoredConfig(ModelFacts):
     usual_eos: int | list[int] | None
 
 
-def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
+def read_config(files: StoredFiles) -> StoredConfig:
     """The config as Transformers reads it; cached, as importing Transformers takes seconds."""
+    settings = files.path / "tokenizer_config.json"
+    claimed = read_json(settings).get("model_max_length") if settings.is_file() else None
+    claimed = claimed if type(claimed) is int else None
     depends = {
-        "config": raw,
+        "config": files.raw,
+        "claimed": claimed,
         "transformers": importlib.metadata.version("transformers"),
         "form": FORM,
     }
-    return cached_call("configs", StoredConfig, depends, _by_transformers, path)
+    return cached_call("configs", StoredConfig, depends, _by_transformers, files, claimed)
 
 
-def _by_transformers(path: Path) -> StoredConfig:
-    config = open_files(path).config()
+def _by_transformers(files: StoredFiles, claimed: int | None) -> StoredConfig:
+    config = files.config()
     heads = max(layer.num_attention_heads for layer in _layers(config))
     plan = config.base_model_tp_plan or {}
+    context, unscaled = reach(config, claimed)
+    # Sparse attention sees every key as long as there are no more than it selects.
+    context = min(context, getattr(config, "index_topk", None) or context)
     return StoredConfig(
         num_layers=getattr(config, count_field(config.model_type)),
         hidden_size=config.hidden_size,
-        context=_context(config),
+        context=context,
+        unscaled=unscaled,
         kv_size=max(map(_kv_size, _layers(config))),
         kv_heads=max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
         has_kv=layers_with_kv(config),
@@ -126,25 +135,3 @@ def _kv_heads(config: Any) -> int:
         return int(config.num_attention_heads)
     grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
     return int(grouped or config.num_attention_heads)
-
-
-def _context(config: Any) -> int:
-    rope = getattr(config, "rope_parameters", None) or {}
-    whole = rope.get("full_attention")  # where layers differ; their positions are scaled already
-    context = _scaled(int(config.max_position_embeddings), whole or rope, flat=whole is None)
-    # Sparse attention sees every key as long as there are no more than it selects.
-    context = min(context, getattr(config, "index_topk", None) or context)
-    if rope.get("rope_type") in _GROWING_ROPE:
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None)
-        context = min(context, int(original or context))
-    return context
-
-
-def _scaled(context: int, rope: Mapping[str, Any], *, flat: bool) -> int:
-    """The positions of a rotary embedding that is scaled linearly or by YaRN; config.json may count
-    those before it was."""
-    if rope.get("rope_type") not in ("linear", "yarn") or not rope.get("factor"):
-        return context
-    original = rope.get("original_max_position_embeddings") or (context if flat else 0)
-    return max(context, int(original * rope["factor"]))

@@ -19,6 +19,7 @@ from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.partial_checkpoint import require_parts
 from pipespec.engine.formats.architectures import count_field, num_layers_of, require_supported
 from pipespec.engine.formats.quantization import QUANTIZATIONS, loading_options
+from pipespec.engine.formats.rotary import fix_frequencies, reach
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.formats.stored import DTYPES, KeptMatrix
 from pipespec.engine.low_bit import kept_weights
@@ -48,6 +49,7 @@ def load(
     quantization: str | None,
     device: torch.device,
     parallel: WholeSlice,
+    context: int | None,
     *,
     progress: bool,
 ) -> PreTrainedModel:
@@ -89,6 +91,8 @@ def load(
         if quantization is not None:
             kept_weights.fill(model, kept, device, quantization)
     require_all(path, loaded)
+    most, _ = reach(config)
+    fix_frequencies(model, min(context or most, most))
     parallel.loaded(model)
     if dtype is not None and model.dtype != dtype:
         raise ModelError(

@@ -128,6 +128,7 @@ class ModelSlice:
         progress: bool = False,
         parallel: WholeSlice | None = None,
         kv_dtype: str = KV_PLAIN,
+        context: int | None = None,
     ) -> ModelSlice:
         """Load `layers` of the checkpoint `path` and allocate their KV pools.
 
@@ -139,6 +140,8 @@ class ModelSlice:
             progress: show the progress bar of Transformers.
             parallel: load this device's part of the slice. Each `forward` then needs all devices.
             kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
+            context: the longest sequence, in tokens, to which rotary frequencies belong that depend
+                on it; None: that of the checkpoint.
 
         Raises:
             ModelError: the architecture is not supported or cannot be divided among the devices,
@@ -146,7 +149,9 @@ class ModelSlice:
                 support `dtype`.
         """
         parallel, device = parallel or WholeSlice(), torch.device(device)
-        model = load(Path(path), layers, dtype, quantization, device, parallel, progress=progress)
+        model = load(
+            *(Path(path), layers, dtype, quantization, device, parallel, context), progress=progress
+        )
         kept = quantization in KEPT_FORMATS
         how: dict[str, Any] = {"batch_invariant": kept, "parallel": parallel, "kv_dtype": kv_dtype}
         made = cls(model, layers, num_slots, attention, **how)

@@ -228,6 +228,7 @@ def read_answers(
         quantization=deployment.weight_format(info),
         device=torch.device("cuda:0" if num_cuda() else "cpu"),
         num_slots=longest,
+        context=deployment.longest,
     )
     vocabulary = min(deployment.target.vocab_size, info.vocab_size)
     texts = []

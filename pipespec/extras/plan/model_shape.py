@@ -132,7 +132,7 @@ def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(raw))
         try:
-            stored, config = read_config(path, raw), open_files(path).config()
+            stored, config = read_config(files := open_files(path)), files.config()
         except ModelError as error:
             raise ModelError(str(error).replace(str(path / "config.json"), name)) from error
     if getattr(config, "quantization_config", None) is not None:

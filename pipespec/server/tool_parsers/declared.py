@@ -15,6 +15,15 @@ KINDS = (
     (list, "array"),
     (dict, "object"),
 )
+# Names of types in schemas that were made of Python's annotations.
+_PYTHON = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "dict": "object",
+}
+_PYTHON |= {"list": "array", "tuple": "array"}
 MAX_VALUE = 2**16  # characters of a value in Python; a longer one is text
 MAX_SCHEMAS = 1000  # that are looked at for one value; others allow it
 
@@ -80,7 +89,9 @@ class Declared:
         kinds = _listed(schema, "type") or [schema["type"]] if "type" in schema else []
         kinds += ["null"] if kinds and schema.get("nullable") is True else []
         listed = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
-        found = not kinds or not _kinds_of(value).isdisjoint(map(str, kinds))
+        found = not kinds or not _kinds_of(value).isdisjoint(
+            _PYTHON.get(str(each), str(each)) for each in kinds
+        )
         if listed and found:
             found = any(
                 not _kinds_of(each).isdisjoint(_kinds_of(value)) and (not exact or each == value)

@@ -107,10 +107,11 @@ class TaggedArguments(ToolParser):
 
 class Qwen3Coder(TaggedArguments):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with
-    line breaks between the parts."""
+    line breaks between the parts; a function may follow another, or stand alone."""
 
-    markers, closers = ("<tool_call>",), ("</tool_call>",)
-    first = rf"<(?:seed:)?tool_call>{WS}<function=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
+    markers, closers = ("<tool_call>", "<function="), ("</tool_call>",)
+    special = ("<tool_call>", "</tool_call>")
+    first = rf"(?:<(?:seed:)?tool_call>{WS})?<function=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
     key = rf"{WS}<parameter=[\"']*+(?P<key>[^>\"']*+)[\"']*+>"
     last = rf"{WS}</function>"
 
@@ -118,7 +119,8 @@ class Qwen3Coder(TaggedArguments):
 class SeedOss(Qwen3Coder):
     """As Qwen 3 Coder, between `<seed:tool_call>` and `</seed:tool_call>`."""
 
-    markers, closers = ("<seed:tool_call>",), ("</seed:tool_call>",)
+    markers, closers = ("<seed:tool_call>", "<function="), ("</seed:tool_call>",)
+    special = ("<seed:tool_call>", "</seed:tool_call>")
 
 
 class MiniMaxM2(TaggedArguments):

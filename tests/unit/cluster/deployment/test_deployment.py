@@ -9,8 +9,15 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import chosen, require_backend, shared_gpu, without_ggml
-from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.checks import (
+    chosen,
+    require_backend,
+    scaled,
+    shared_gpu,
+    without_ggml,
+)
+from pipespec.cluster.deployment.deployment import Deployment, fit_context
+from pipespec.cluster.redis_setup import kept_model
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError, ModelError
@@ -79,6 +86,21 @@ def test_a_start_without_ggml_says_so_where_it_would_multiply(
     monkeypatch.setattr(CheckpointInfo, "can_keep", few_bits)
     monkeypatch.setattr(Deployment, "device_of", lambda self, worker: device)
     assert without_ggml(planned()) == said
+
+
+def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path: Path) -> None:
+    """Requests that are kept are of a model with these positions."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    build("llama", tmp_path / "target", rope_parameters=rope)
+    of_it = (f"model.target={tmp_path / 'target'}", "proposer=suffix")
+    short, long = (planned(*of_it, f"model.context={tokens}") for tokens in (256, 300))
+    assert scaled(short) is None and "scaled" not in kept_model(short).target
+    assert scaled(fit_context(long, 10, 1)) == (
+        "The target's rotary embedding is scaled for 300 tokens, in short texts too; with "
+        "model.context=256 or less it is the original."
+    )
+    assert "positions scaled for 300 tokens" in kept_model(fit_context(long, 10, 1)).target
+    assert kept_model(planned(*of_it)).context == 1024
 
 
 @pytest.mark.parametrize(

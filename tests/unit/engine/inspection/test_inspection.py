@@ -121,33 +121,64 @@ def test_eos_of_the_generation_config_goes_first(copy):
     assert inspect(copy).eos == ()
 
 
+LONG = {"short_factor": [1 + i / 4 for i in range(6)], "long_factor": [2 + i for i in range(6)]}
+LINEAR = {"type": "linear", "factor": 4.0}
+OF_64 = {"original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("scaling", "context"),
+    ("scaling", "context", "unscaled"),
     [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
-        ({"type": "yarn", "factor": 4.0}, 1024),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
-        ({"rope_type": "linear", "factor": 4.0}, 1024),
-        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 128}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, **OF_64}, 256, None),
+        ({"type": "yarn", "factor": 4.0}, 1024, None),
+        ({"rope_type": "linear", "factor": 4.0}, 1024, None),
+        ({"rope_type": "linear", "factor": 8.0, **OF_64}, 512, None),
+        ({"type": "dynamic", "factor": 2.0}, 512, 256),
+        ({"rope_type": "dynamic", "factor": 4.0, **OF_64}, 256, None),
+        ({"type": "longrope", **LONG, **OF_64}, 256, 64),
+        ({"rope_type": "longrope", "factor": 2.0, **LONG}, 512, 256),
     ],
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, field):
+def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, unscaled, field):
+    """Its frequencies are those of a text as long as the context, from the first token on."""
     rope = {"rope_theta": 10000.0} if field == "rope_parameters" else {}
     edit(copy, **{"rope_parameters": None, field: scaling | rope})
-    assert inspect(copy).context == context
-    prompt = [each % VOCAB_SIZE for each in range(300)]
+    info = inspect(copy)
+    assert (info.context, info.unscaled) == (context, unscaled)
     model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(logits(copy, prompt, 2), theirs, rtol=1e-4, atol=1e-4)
+    for longest in sorted({unscaled or 50, min(300, context), context}):  # which it never narrows
+        prompt = [each % VOCAB_SIZE for each in range(longest)]
+        with torch.no_grad():
+            theirs = model(torch.tensor([prompt])).logits[0]
+        for length in (40, longest):
+            mine = logits(copy, prompt[:length], 2, context=longest)
+            torch.testing.assert_close(mine, theirs[:length], rtol=1e-4, atol=1e-4)
 
 
-def test_a_context_ends_where_rotary_frequencies_would_change(copy):
-    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    edit(copy, rope_parameters=rope)
-    assert inspect(copy).context == 64
+@pytest.mark.parametrize(
+    ("kind", "scaling", "tokens", "found"),
+    [
+        # Of DeepSeek Coder, and of Vicuna 16k: the tokenizer says whether 256 are scaled already.
+        *(("llama", LINEAR, most, found) for most, found in ((256, 256), (1024, 1024))),
+        ("llama", LINEAR, 10**30, 1024),
+        *(("phi3", {"type": kind, **LONG}, None, (256, 64)) for kind in ("longrope", "yarn")),
+        ("gemma3_text", LINEAR, None, 256),
+        ("hunyuan_v1_dense", {"type": "dynamic", "factor": 1, "alpha": 9}, None, 256),
+        (
+            "phimoe",
+            {"type": "longrope", **LONG, **OF_64, "short_mscale": 1, "long_mscale": 2},
+            None,
+            64,
+        ),
+    ],
+)
+def test_positions_are_not_scaled_twice(tmp_path, kind, scaling, tokens, found):
+    path = copytree(shared(kind), tmp_path / "model")
+    edit(path, rope_parameters=None, rope_scaling=scaling, **OF_64)
+    (path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokens}))
+    info = inspect(path)
+    assert (info.context, info.unscaled) == (found if isinstance(found, tuple) else (found, None))
 
 
 def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
@@ -183,24 +214,17 @@ def test_a_layer_for_multi_token_prediction_is_left_out_but_not_more(tmp_path, m
     refused(change(path, add(layers + 1)), r"layers\.5\..*without this layer")
 
 
-def test_buffers_of_old_checkpoints_are_taken(tmp_path):
-    llama = build("llama", tmp_path / "llama")
-    change(
-        llama,
-        lambda tensors: tensors.update(
-            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(4)}
-        ),
-    )
-    assert inspect(llama)
-    neox = build("gpt_neox", tmp_path / "neox")
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    change(
-        neox,
-        lambda tensors: tensors.update(
-            {f"gpt_neox.layers.{i}.attention.bias": mask.clone() for i in range(4)}
-        ),
-    )
-    assert inspect(neox)
+@pytest.mark.parametrize(
+    ("kind", "name", "buffer"),
+    [
+        ("llama", "model.layers.{}.self_attn.rotary_emb.inv_freq", torch.ones(6)),
+        ("gpt_neox", "gpt_neox.layers.{}.attention.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+    ],
+)
+def test_buffers_of_old_checkpoints_are_taken(tmp_path, kind, name, buffer):
+    path = build(kind, tmp_path / "model")
+    added = {name.format(i): buffer.clone() for i in range(4)}
+    assert inspect(change(path, lambda tensors: tensors.update(added)))
 
 
 def test_a_tied_head_may_be_stored_all_the_same(tmp_path):
@@ -458,7 +482,22 @@ WHOLE = "but must be a whole number from 1 to"
         ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
         ({"rope_parameters": {"rope_theta": 0}}, r"rope_parameters\.rope_theta is 0, but must be"),
         ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling\.factor is -2.0, but must be above 0"),
-        ({"rope_scaling": {"factor": "4.0"}}, r"rope_scaling\.factor is '4.0', but must be a num"),
+        *(
+            ({"rope_scaling": {"rope_type": kind, **LONG, "factor": 2.0, **wrong}}, f"rope_.*{why}")
+            for kind, wrong, why in (
+                ("linear", {"factor": "4.0"}, r"\.factor is '4.0', but must be a number"),
+                ("yarn", {"factor": True}, r"\.factor is True, but must be a number"),
+                ("dynamic", {"factor": 1e30}, r"\.factor is 1e\+30, but must be at most 10000"),
+                ("dynamic", {"factor": NAN}, r"\.factor is nan, but must be a finite number"),
+                ("yarn", {"attention_factor": [1.0]}, r"attention_factor is .* a number"),
+                ("longrope", {"long_factor": [0.0] * 6}, r"\.long_factor is 0.0, .* above 0"),
+                ("longrope", {"long_factor": ["2"] * 6}, r"\.long_factor is .*2.*a number"),
+                ("longrope", {"long_factor": [2.0]}, "as many numbers in long_factor as in short"),
+                ("linear", {"original_max_position_embeddings": {}}, "embeddings is {}, .* a num"),
+                ("linear", {"original_max_position_embeddings": 1e20}, "is 1e.20, .* at most"),
+            )
+        ),
+        ({"rope_parameters": {"full_attention": {"factor": "8"}}}, r"full_attention\.factor is"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be at most 1"),
         ({"attention_dropout": float("inf")}, "attention_dropout is inf, but must be a finite"),
         ({"any": {"deep": [1, {"er": float("-inf")}]}}, r"any\.deep\.er is -inf, but must be"),

@@ -45,6 +45,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     ({"const": 1}, {"1": 1}),
     ({"type": "boolean"}, {"true": True, "True": True, " False\n": False, "yes": "yes"}),
     ({"type": "integer"}, {"5": 5, "5.0": 5.0, "a": "a", "+5": 5}),
+    ({"type": "str"}, {"5": "5"}),
+    ({"type": "dict"}, {"{'a': 1}": {"a": 1}}),
     ({"type": "number"}, {"5": 5, "-2.5e3": -2500.0, "NaN": "NaN"}),
     (NUMBERS, {"5": 5, "True": True, "None": "None"}),
     ({"type": ["string", "integer"]}, {"5": 5, "5.5": "5.5", "a": "a"}),

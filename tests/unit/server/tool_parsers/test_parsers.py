@@ -136,6 +136,8 @@ CANNED: dict[str, list[tuple[str, str, list[Call]]]] = {
             [("f", '{"a": 1, "b": "é <x> \\n</para", "c": [1, {}]}'), ("g.h", '{"text": "12"}')],
         ),
         ("<tool_call>\n<function=f>\n<parameter=a>1</par", "", [("f", "")]),
+        # Two functions in one, and one without the opening tag.
+        (qwen_coder("f").replace("</tool_call>", "") + qwen_coder("g")[12:], "", [F, ("g", "{}")]),
         ("<tool_call><function=f><parameter=a>NaN</parameter>", "", [("f", '{"a": "NaN"')]),
     ],
     "seed_oss": [
