@@ -324,14 +324,14 @@ def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
 
 def _list_models(arguments: argparse.Namespace) -> int:
     """The models of the table, with GiB of their weights and of the context."""
-    from pipespec.extras.plan.gpu_layouts import GIB, known_that_fit
+    from pipespec.extras.plan.gpu_layouts import GIB, PlannedModel, fits
     from pipespec.extras.plan.hardware import parse_gpus
     from pipespec.extras.plan.model_shape import published
 
     weights, _, context = _sizes(arguments)
-    shapes = list(published().values())
-    if arguments.gpus is not None:
-        shapes = known_that_fit(parse_gpus(arguments.gpus), weights, context)
+    shapes, gpus = list(published().values()), parse_gpus(arguments.gpus or ())
+    if gpus:
+        shapes = [e for e in shapes if fits(PlannedModel(e, weights, context), None, gpus)]
     if arguments.json:
         write(json.dumps([asdict(each) for each in shapes]) + "\n")
         return 0

@@ -37,6 +37,8 @@ FEWER = 5
 SMALLER = 0.25
 # A context below this is no remedy.
 LEAST_CONTEXT = 512
+# What JSON says of a stage beside its GPU and times.
+DESCRIBED = ("layers", "weight_bytes", "kv_bytes", "state_bytes")
 GIB = 2**30
 
 
@@ -157,10 +159,7 @@ class PlannedCluster:
             "stages": [
                 {
                     "gpu": stage.gpu.name,
-                    "layers": stage.layers,
-                    "weight_bytes": stage.weight_bytes,
-                    "kv_bytes": stage.kv_bytes,
-                    "state_bytes": stage.state_bytes,
+                    **{name: getattr(stage, name) for name in DESCRIBED},
                     "stage_ms": [f"{rows}:{ms:.4g}" for rows, ms in stage.times.points],
                 }
                 for stage in self.stages
@@ -217,28 +216,18 @@ def promising(found: Sequence[PlannedCluster], proposed: float) -> list[PlannedC
     return all_gpus + sorted(fewer, key=estimated_ms)[:FEWER]
 
 
-def known_that_fit(gpus: Sequence[GPU], weights: str, context: int) -> list[ModelShape]:
-    """The published models that have room on these GPUs, the largest first."""
-    fitting = [
-        each
-        for each in published().values()
-        if any(_pipelines(PlannedModel(each, weights, context), gpus))
-    ]
-    return sorted(fitting, key=lambda each: -each.parameters)
+def fits(target: PlannedModel, draft: PlannedModel | None, gpus: Sequence[GPU]) -> bool:
+    """Whether the target has room beside the draft, if there is one."""
+    return any(any(_pipelines(target, rest)) for _, rest in _draft_gpus(draft, gpus))
 
 
 def draft_that_fits(target: PlannedModel, gpus: Sequence[GPU]) -> str | None:
     """The smallest published model of the target's family that has room on a GPU of its own."""
     family = target.shape.name.partition("-")[0]
     for each in sorted(published().values(), key=lambda each: each.parameters):
-        draft = replace(target, shape=each, weights="")
-        if (
-            each.name.startswith(f"{family}-")
-            and not each.undecoded
-            and each.vocab_size == target.shape.vocab_size
-            and each.parameters <= SMALLER * target.shape.parameters
-            and any(any(_pipelines(target, rest)) for _, rest in _draft_gpus(draft, gpus))
-        ):
+        alike = each.name.startswith(f"{family}-") and each.vocab_size == target.shape.vocab_size
+        small = each.parameters <= SMALLER * target.shape.parameters and not each.undecoded
+        if alike and small and fits(target, replace(target, shape=each, weights=""), gpus):
             return each.name
     return None
 
@@ -326,33 +315,25 @@ def _no_room(target: PlannedModel, draft: PlannedModel | None, gpus: Sequence[GP
     missing = needed + kv + states - usable
 
     beside = "" if draft is None else " beside the draft's"
-
-    def fits(model: PlannedModel, more: Sequence[GPU] = ()) -> bool:
-        return any(any(_pipelines(model, [*rest, *more])) for rest in places)
-
     said = (
         f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with "
         f"{target.weights or 'its own'} weights and {kv / GIB:.1f} GiB for {context} tokens of "
         f"context{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and there "
-        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}"
-        f"{beside}"
+        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}{beside}"
     )
     whole = ", but not in whole layers, one or more on each"
     said += f": {missing / GIB:.1f} GiB are missing" if missing > 0 else whole
     remedies = []
-    shorter = bisect_left(
-        range(context), True, key=lambda tokens: not fits(replace(target, context=tokens))
-    )
-    if shorter > LEAST_CONTEXT:
+    too_long = lambda tokens: not fits(replace(target, context=tokens), draft, gpus)  # noqa: E731
+    if (shorter := bisect_left(range(context), True, key=too_long)) > LEAST_CONTEXT:
         remedies.append(f"--context {shorter - 1}")
-    if smaller := fewer_bits(target, fits):
+    if smaller := fewer_bits(target, lambda each: fits(each, draft, gpus)):
         remedies.append(f"--weights {smaller}")
-    if draft is not None and any(_pipelines(target, gpus)):
+    if draft is not None and fits(target, None, gpus):
         remedies.append("proposer=suffix instead of the draft")
-    for name in dict.fromkeys(gpu.name for gpu in gpus):
-        gpu = next(each for each in gpus if each.name == name)
+    for gpu in dict.fromkeys(gpus):
         numbers = range(1, MAX_GPUS - len(gpus) + 1)
-        more = next((n for n in numbers if fits(target, [gpu] * n)), None)
-        remedies += [f"{more} more {name}"] if more else []
+        more = next((n for n in numbers if fits(target, draft, [*gpus, *[gpu] * n])), None)
+        remedies += [f"{more} more {gpu.name}"] if more else []
     would = f"{' or '.join(remedies)} would fit" if remedies else "more or larger GPUs are needed"
     return f"{said}; {would}."

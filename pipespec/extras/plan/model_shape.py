@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import resolve, resolve_config
 from pipespec.engine.formats.architectures import require_supported, text_config, text_type
 from pipespec.engine.formats.gguf import is_gguf
@@ -218,21 +218,20 @@ def find(model: str) -> ModelShape:
             return known[name]
     if is_gguf(path) and path.is_file():
         files = open_files(resolve(path))
-        return _with_headers(ModelShape.from_config(model, files.raw), files)
-    file = resolve_config(model)
-    try:
-        shape = ModelShape.from_config(model, read_json(file))
-    except Unreadable as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    files = open_files(file.parent)
-    some = path.exists() and any(each.is_file() for each in files.weight_files())
-    return _with_headers(shape, files) if some else shape
-
-
-def _with_headers(shape: ModelShape, files: StoredFiles) -> ModelShape:
-    count = shape.num_layers
-    found = by_headers(files, count, count * shape.dense, count * shape.experts * shape.expert)
-    return replace(shape, dense_weights=found[0], expert_weights=found[1]) if found else shape
+        shape, some = ModelShape.from_config(model, files.raw), True
+    else:
+        file = resolve_config(model)
+        try:
+            shape = ModelShape.from_config(model, read_json(file))
+        except Unreadable as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        files = open_files(file.parent)
+        some = path.exists() and any(each.is_file() for each in files.weight_files())
+    num_layers = shape.num_layers
+    sizes = num_layers * shape.dense, num_layers * shape.experts * shape.expert
+    if some and (found := by_headers(files, num_layers, *sizes)) is not None:
+        return replace(shape, dense_weights=found[0], expert_weights=found[1])
+    return shape
 
 
 def _family(model: str, tuned: re.Pattern[str]) -> str:
