@@ -133,6 +133,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.gpus is not None and arguments.profile is not None:
         raise ConfigError("--gpus and --profile are different plans; give one of them.")
     if arguments.models:
+        if settings:
+            raise ConfigError(f"--models takes no settings; leave {settings[0]} out.")
         return _list_models(arguments)
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,10 @@ from pipespec.placement.measurements import STATES
 from tests.helpers.few_bits import FP4S, FP8S, make
 from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build_multimodal, shared
-from tools.rig import packing
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
-SMALL = PlannedModel(DRAFT, "", 2048)
+SMALL, LARGE = PlannedModel(DRAFT, "", 2048), PlannedModel(TARGET, "", 2048)
 # Billions of parameters that their publishers state.
 BILLIONS = {
     "meta-llama/Llama-3.1-405B": 406,
@@ -37,10 +36,7 @@ BILLIONS = {
     "Qwen/Qwen2.5-7B": 7.61,
     "Qwen/Qwen3-32B": 32.8,
     "Qwen/Qwen3-235B-A22B": 235,
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": 80,
-    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480,
     "Qwen/Qwen3.5-27B": 27,
-    "Qwen/Qwen3.5-122B-A10B": 122,
     "Qwen/Qwen3.5-397B-A17B": 397,
     "deepseek-ai/DeepSeek-V3": 671,
     "deepseek-ai/DeepSeek-V4-Flash": 284,
@@ -93,26 +89,15 @@ def test_published_models_have_the_published_number_of_parameters(name: str, bil
 def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name: str):
     """`count` of a config is what an entry must hold."""
     shape, raw = published()[name], json.loads(TABLE.read_text())[name]["config"]
-    undecoded = raw["model_type"] not in ARCHITECTURES or name.startswith("moonshotai/Kimi-K2")
-    found = count(name, raw)
-    for own in ("dense_weights", "expert_weights"):
-        assert astuple(getattr(found, own)) == pytest.approx(astuple(getattr(shape, own)), rel=1e-3)
-        found = replace(found, **{own: getattr(shape, own)})
-    assert replace(found, undecoded=shape.undecoded) == shape
-    assert bool(shape.undecoded) == undecoded
+    assert replace(count(name, raw), undecoded=shape.undecoded) == shape
+    decoded = raw["model_type"] in ARCHITECTURES and not name.startswith("moonshotai/Kimi-K2")
+    assert bool(shape.undecoded) != decoded
 
 
-FEW_BITS = (
-    "Q4_0",
-    "Q6_K",
-    "Q8_0",
-    *FP4S,
-    *FP8S[:2],
-    *[k for k in packing.KINDS if "act" not in k][:4],
+@pytest.mark.parametrize(
+    "form",
+    ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"],
 )
-
-
-@pytest.mark.parametrize("form", FEW_BITS)
 def test_weights_of_few_bits_count_as_they_are_held_on_a_gpu(form: str, tmp_path: Path):
     path = make(tmp_path, form, "llama", hidden_size=256, intermediate_size=512)
     info = inspect(path)
@@ -124,13 +109,11 @@ def test_weights_of_few_bits_count_as_they_are_held_on_a_gpu(form: str, tmp_path
         assert alone.layer_bytes("") == pytest.approx(shape.layer_bytes(""), rel=0.2)
 
 
-def test_experts_alone_of_gpt_oss_are_in_four_bits():
-    dense, experts = (
-        (each.dense_weights.held, each.expert_weights.held)
-        for each in [published()["openai/gpt-oss-120b"], published()["deepseek-ai/DeepSeek-V3"]]
-    )
-    assert dense == (2.0, 0.5312) and experts == (1.0, 1.0)
-    assert published()["openai/gpt-oss-120b"].num_bytes("") == pytest.approx(65.25e9, rel=0.01)
+def test_of_gpt_oss_the_experts_alone_are_in_four_bits():
+    """65.25 GB are published."""
+    shape = published()["openai/gpt-oss-120b"]
+    assert (shape.dense_weights.held, shape.expert_weights.held) == (2.0, 17 / 32)
+    assert shape.num_bytes("") == pytest.approx(65.25e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -253,27 +236,13 @@ def test_fewer_gpus_are_the_fastest_of_them_or_the_largest():
     ]
 
 
-@pytest.mark.parametrize(("draft", "gpus"), [(DRAFT, "h100:1"), (TARGET, "rtx3060:4")])
-def test_a_draft_without_a_gpu_of_its_own_is_refused(draft: ModelShape, gpus: str):
-    own = PlannedModel(draft, "", 2048)
-    with pytest.raises(ConfigError) as refused:
-        clusters(PlannedModel(TARGET, "int4", 2048), own, parse_gpus([gpus]), None)
-    gib = (draft.parameters * 2 + draft.num_layers * draft.kv_bytes(2048)) / 2**30
-    assert f"{draft.name} needs a GPU of its own with room for {gib:.1f} GiB" in str(refused.value)
-
-
-def test_what_is_missing_is_counted_without_the_gpu_of_the_draft():
-    room = 3 * 24 * 0.92
-    missing = 131.4 + 2.5 - room
-    said = f"room for {room:.1f} GiB on 3 GPUs beside the draft's: {missing:.1f} GiB are missing;"
-    with pytest.raises(ConfigError, match=said):
-        clusters(PlannedModel(TARGET, "bfloat16", 8192), SMALL, parse_gpus(["rtx3090:4"]), None)
-
-
 @pytest.mark.parametrize(
     ("gpus", "context", "draft", "advice"),
     [
+        ("rtx3090:4", 8192, SMALL, "is room for 66.2 GiB on 3 GPUs beside the draft's: 67.7 GiB "),
         ("rtx3090:4", 8192, SMALL, "missing; --weights int4 or 4 more rtx3090 would fit."),
+        ("h100:1", 8192, SMALL, "1B needs a GPU of its own with room for 2.4 GiB, beside those of"),
+        ("rtx3060:4", 8192, LARGE, "70B needs a GPU of its own with room for 132.0 GiB, beside"),
         ("rtx3060:2", 8192, None, "missing; 12 more rtx3060 would fit."),
         ("h100:2", 2**17, None, "missing; --context 51727 or --weights int8 or 1 more h100 would"),
         ("h200:2", 8192, SMALL, "missing; --weights int8 or proposer=suffix instead of the draft"),
@@ -341,32 +310,26 @@ def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixt
     assert "KV and running states" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("gpus", "fits"), [("h100:3", True), ("h100:2", False)])
-def test_a_draft_is_named_where_it_fits_beside_the_target(
-    gpus: str, fits: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ([*ASKED[:2], "--gpus", "h100:3"], "give model.draft=meta-llama/Llama-3.2-1B or proposer="),
+        ([*ASKED[:2], "--gpus", "h100:2"], "Draft tokens may help: give proposer=suffix, which"),
+        ([*ASKED[:2], "--gpus", "h100:3", "proposer=suffix"], " proposer=suffix policy=best_first"),
+        (
+            ["plan", "stages=2", "proposer=suffix", "policy=level"],
+            "d: proposer=suffix policy=level",
+        ),
+        ([*ASKED, "--gpus", "h100:4"], "Rank 0: the draft on h100, 2.30 GiB, 4."),
+        ([*ASKED, "--gpus", "h100:4", "--draft-weights", "int8"], "draft on h100, 1.42 GiB, 4."),
+        (["plan", "model.target=a/DeepSeek-V4-Flash", "--gpus", "h200:2"], "pipespec does not dec"),
+    ],
+)
+def test_the_command_says_of_drafts_and_models(
+    asked: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main([*ASKED[:2], "--gpus", gpus]) == 0
-    said = capsys.readouterr().out
-    assert "proposer=suffix, which needs no GPU" in said
-    assert ("give model.draft=meta-llama/Llama-3.2-1B or" in said) == fits
-
-
-def test_suffixes_are_planned_without_a_gpu_of_their_own(capsys: pytest.CaptureFixture[str]):
-    asked = [*ASKED[:2], "proposer=suffix", "--gpus", "h100:4", "--tokens", "60", "--json"]
-    assert main(asked) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["draft_gpu"] is None and found["draft_ms"] == 0.5
-    assert found["recommended"]["settings"][1:3] == ["proposer=suffix", "policy=best_first"]
-    assert main(["plan", "stages=2", "proposer=suffix", "policy=level", "--tokens", "60"]) == 0
-    assert "Recommended: proposer=suffix policy=level" in capsys.readouterr().out
-
-
-def test_weights_of_the_draft_are_chosen_apart(capsys: pytest.CaptureFixture[str]):
-    times = []
-    for weights in ([], ["--draft-weights", "int8"]):
-        assert main([*ASKED, "--gpus", "h100:4", "--tokens", "60", "--json", *weights]) == 0
-        times.append(json.loads(capsys.readouterr().out)["draft_ms"])
-    assert times[1] < times[0]
+    assert main([*asked, "--tokens", "60"]) == 0
+    assert expected in capsys.readouterr().out
 
 
 def test_known_models_are_listed_within_80_columns(capsys: pytest.CaptureFixture[str]):
@@ -377,13 +340,6 @@ def test_known_models_are_listed_within_80_columns(capsys: pytest.CaptureFixture
     assert main(["plan", "--models", "--gpus", "rtx3090", "--weights", "int4", "--json"]) == 0
     fitting = [each["name"] for each in json.loads(capsys.readouterr().out)]
     assert "Qwen/Qwen3-32B" in fitting and "Qwen/Qwen2.5-72B" not in fitting
-
-
-def test_a_known_model_that_is_not_decoded_is_planned_with_a_word_about_it(
-    capsys: pytest.CaptureFixture[str],
-):
-    assert main(["plan", "model.target=deepseek-ai/DeepSeek-V4-Flash", "--gpus", "h200:2"]) == 0
-    assert "pipespec does not decode deepseek-ai/DeepSeek-V4-Flash: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -399,6 +355,7 @@ def test_a_known_model_that_is_not_decoded_is_planned_with_a_word_about_it(
         ([*ASKED, "--gpus", "h100:2", "--profile", "f"], "are different plans"),
         ([*ASKED, "--gpus", "h100:2", "hosts.yaml"], "--gpus is of no plan with a hosts file"),
         (["plan", "--groups"], "for the devices of a hosts file"),
+        (["plan", "--models", "stages=2"], "--models takes no settings"),
         ([*ASKED, "stage_ms=1", "--gpus", "h100:2"], "takes no setting 'stage_ms=1'"),
         ([*ASKED, "policy=root", "--gpus", "h100:2"], "takes no setting 'policy=root'"),
         (["plan", "--gpus", "h100:2"], "needs model.target, a folder or a hub id; --models lists"),
