@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipespec.console.arguments import finish, list_of, overrides
+from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
 from pipespec.extras.commands import plan_hosts
@@ -133,8 +133,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.gpus is not None and arguments.profile is not None:
         raise ConfigError("--gpus and --profile are different plans; give one of them.")
     if arguments.models:
-        if settings:
-            raise ConfigError(f"--models takes no settings; leave {settings[0]} out.")
+        refuse_settings(arguments, rest)
         return _list_models(arguments)
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:

@@ -355,7 +355,7 @@ def test_known_models_are_listed_within_80_columns(capsys: pytest.CaptureFixture
         ([*ASKED, "--gpus", "h100:2", "--profile", "f"], "are different plans"),
         ([*ASKED, "--gpus", "h100:2", "hosts.yaml"], "--gpus is of no plan with a hosts file"),
         (["plan", "--groups"], "for the devices of a hosts file"),
-        (["plan", "--models", "stages=2"], "--models takes no settings"),
+        (["plan", "--models", "stages=2"], "takes no settings"),
         ([*ASKED, "stage_ms=1", "--gpus", "h100:2"], "takes no setting 'stage_ms=1'"),
         ([*ASKED, "policy=root", "--gpus", "h100:2"], "takes no setting 'policy=root'"),
         (["plan", "--gpus", "h100:2"], "needs model.target, a folder or a hub id; --models lists"),
