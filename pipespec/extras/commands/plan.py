@@ -59,7 +59,8 @@ def add(commands: Commands) -> None:
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
         "else of every decoding method, for times of stages and draft that a profile or arguments "
         "give (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread); policy, policy.width, "
-        "policy.children and proposer.rounds fix what is tried. With a hosts file, measure its "
+        "policy.children and proposer.rounds fix what is tried. proposer=suffix plans without a "
+        "draft model. With a hosts file, measure its "
         "devices and links, and choose the slices, the order of the hosts and the place of the "
         "draft with which the slowest rank is fastest, within memory. docs/planning.md says how.",
     )

@@ -140,12 +140,6 @@ def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
 
 
-def test_a_prediction_repeats_itself():
-    (method,) = methods("best_first", rounds=[2])
-    first = predict(method, machine(4), PUBLISHED, num_tokens=50)
-    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50)
-
-
 def test_times_follow_the_rows():
     curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
     assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
