@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.experiment import ROOT, names
+from benchmarks.common.reference_texts import record_reference
 from pipespec.config.compose import policy_class
 from pipespec.extras.bench.dataset import Sample, load
-from pipespec.extras.bench.measurement import record_reference
 from pipespec.system.folders import resource_dir
 from tools import inflate
 

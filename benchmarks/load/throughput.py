@@ -27,11 +27,12 @@ from rich.progress import Progress
 
 from benchmarks.common import experiment, plot, run_options
 from benchmarks.common.experiment import names, numbers
+from benchmarks.common.reference_texts import record_reference
 from pipespec.config.compose import compose
 from pipespec.config.schema import Config
 from pipespec.extras.bench.dataset import Load, Sample, load
 from pipespec.extras.bench.figures import BenchResult
-from pipespec.extras.bench.measurement import bench, record_reference
+from pipespec.extras.bench.measurement import bench
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from pipespec.config.compose import compose
 from pipespec.extras.emulation.link import EmulatedLink
-from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve, mean
+from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.plan.pipeline_times import Machine
 
 # SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (ASSUMED).
@@ -72,3 +73,10 @@ def one_stage(target_ms: float, draft_ms: float) -> Machine:
 def scaled(curve: TimeCurve, factor: float) -> TimeCurve:
     """All times of a curve multiplied."""
     return TimeCurve(tuple((rows, factor * ms) for rows, ms in curve.points))
+
+
+def mean(curves: Sequence[TimeCurve]) -> TimeCurve:
+    rows = sorted({count for curve in curves for count, _ in curve.points})
+    if any(len(curve.points) > 1 for curve in curves):
+        rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
+    return TimeCurve(tuple((n, sum(curve.ms(n) for curve in curves) / len(curves)) for n in rows))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.common.reference_texts import TRUTH_MARGIN, record_reference
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.client.answers import Result, ask
@@ -25,7 +26,6 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import RankFailed
 from pipespec.extras.bench.dataset import load
-from pipespec.extras.bench.measurement import TRUTH_MARGIN, record_reference
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.imports import slow_imports

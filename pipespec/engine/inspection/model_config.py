@@ -126,7 +126,7 @@ def _kv_size(config: Any) -> int:
 
 def _is_latent(config: Any) -> bool:
     """Whether K and V are computed from a latent vector (MLA)."""
-    return getattr(config, "qk_rope_head_dim", None) is not None
+    return getattr(config, "qk_nope_head_dim", None) is not None
 
 
 def _kv_heads(config: Any) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from pipespec.client import answers
 from pipespec.client.local_cluster import asking
@@ -17,10 +15,9 @@ from pipespec.client.sync_client import Client
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import fit_context
-from pipespec.config.compose import compose
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
-from pipespec.errors import ConfigError, PipespecError, PromptError, RankFailed
+from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.extras.bench.dataset import ONE_AT_A_TIME, Load, Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
@@ -30,10 +27,6 @@ from pipespec.timing.stats import Report
 
 # Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
 READ_REPORTS_S = 600.0
-# What a truth file holds beyond the answer: a tree reaches further than the text.
-TRUTH_MARGIN = 64
-# Settings that say what the target answers; all others only say how fast.
-ANSWER_SETTINGS = ("model", "decode", "sampling", "controller", "transport", "cluster.devices")
 
 
 def bench(
@@ -235,43 +228,3 @@ class BenchRun:
             answers.labels(served, sampling),
             load.request_rate,
         )
-
-
-def record_reference(
-    samples: Sequence[Sample], path: str | Path, *overrides: str, prompt_tokens: int | None = None
-) -> None:
-    """Write what the target says after every prompt: the truth of `proposer=synthetic`.
-
-    One plain stage without draft tokens and without a pace decodes `decode.max_new_tokens` and a
-    margin beyond, whatever the end of text is. Each line of the file is a JSON list of token
-    ids, prompt and answer.
-
-    Args:
-        overrides: settings of the run that will use the file; those that do not say what the
-            target answers are left out.
-        prompt_tokens: as in that run.
-
-    Raises ConfigError as `bench` does, and PipespecError if the file cannot be written.
-    """
-    kept = [text for text in overrides if text.partition("=")[0].startswith(ANSWER_SETTINGS)]
-    config = compose([*kept, "cluster.stages=1", "policy=root", "proposer=suffix"])
-    decode = replace(
-        config.decode,
-        max_new_tokens=config.decode.max_new_tokens + TRUTH_MARGIN,
-        ignore_eos=True,
-        stop=[],
-    )
-    done = bench(
-        replace(config, decode=decode),
-        samples,
-        load=Load(min(len(samples), config.scheduler.max_num_seqs)),
-        prompt_tokens=prompt_tokens,
-    )
-    # The source takes the first text that begins with a prompt. Where one prompt begins
-    # another, the shorter one must not find the text of the longer.
-    texts = sorted((request.prompt_ids, request.token_ids) for request in done.requests)
-    lines = [json.dumps(prompt + answer) + "\n" for prompt, answer in texts]
-    try:
-        Path(path).write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise PipespecError(f"{str(path)!r} cannot be written: {error.strerror}.") from error

@@ -21,16 +21,19 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
 from pipespec.core import Batch, Verdict
+from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.bench.measurement import bench
+from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Profile, TextRecord
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposer import Context
 from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.placement.host_figures import Figures
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version
 from pipespec.timing.batch_times import BatchTimes
@@ -68,8 +71,10 @@ def profile(
         for each, on_done in ((plain_config(settings), on_plain), (config, on_speculating))
     )
     candidates = max(CANDIDATES, *(each.children for each in config.policies))
-    record = read_answers(decide(config), speculating.requests, candidates, on_read)
+    deployment = decide(config)
+    record = read_answers(deployment, speculating.requests, candidates, on_read)
     found = combine(config, plain, speculating, record)
+    found = replace(found, row_ms=row_ms(deployment, figures))
     if figures is not None:
         found = replace(found, figures=asdict(figures))
     return with_wide_hop(found, config, speculating)
@@ -182,6 +187,16 @@ def with_wide_hop(found: Profile, config: Config, speculating: BenchResult) -> P
         return found
     hop = found.machine().hop.ms(1)
     return replace(found, hop_ms=_texts([(1, hop), (rows, hop + more_ms)]))
+
+
+def row_ms(deployment: Deployment, figures: Figures | None) -> float:
+    """What the hidden states of a row take on the slowest link; within a machine, nothing."""
+    target, link = deployment.target, deployment.config.emulate_link
+    row_bytes = target.hidden_size * ITEM_BYTES[deployment.dtype_of(target)]
+    speeds = [each["gbit_s"] for each in figures.links] if figures is not None else []
+    if isinstance(link, EmulatedLink) and link.gbit_per_s:
+        row_bytes, speeds = link.row_bytes, [link.gbit_per_s]
+    return EmulatedLink(gbit_per_s=min(speeds), row_bytes=row_bytes).ms(1) if speeds else 0.0
 
 
 def step_ms(result: BenchResult) -> float:

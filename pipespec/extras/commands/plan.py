@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipespec.console.arguments import finish, list_of, overrides
-from pipespec.console.terminal import progress, show, write
+from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
+from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
 from pipespec.extras.commands import plan_hosts
-from pipespec.extras.commands.plan_hosts import RANGE, SHOWN, SPREAD, predictions_table
+from pipespec.extras.commands.plan_hosts import RANGE, SPREAD, predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
 if TYPE_CHECKING:
@@ -37,7 +37,14 @@ EQUAL = 0.05
 # The draft's best so many are what the estimate of a layout counts as proposed.
 PROPOSED = 8
 
+# ASSUMED accuracies of proposer=suffix, from a new text to one that repeats others; of the demo
+# target's answers .61 were among 16 candidates (docs/benchmarks.md).
+SUFFIX_RANGE = (("1:0.2", "8:0.3"), ("1:0.45", "8:0.6"), ("1:0.8", "8:0.9"))
+SUFFIX_SPREAD = 0.9
+
 MODELS = ("model.target", "model.draft")
+PROPOSERS = ("draft_model", "suffix")
+OF_GPUS = ("link", "weights", "draft-weights")
 ACCURACY = ("curve", "spread")
 TIMES = ("stages", "stage_ms", "hop_ms", "draft_ms", "experts")
 
@@ -52,7 +59,8 @@ def add(commands: Commands) -> None:
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
         "else of every decoding method, for times of stages and draft that a profile or arguments "
         "give (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread); policy, policy.width, "
-        "policy.children and proposer.rounds fix what is tried. With a hosts file, measure its "
+        "policy.children and proposer.rounds fix what is tried. proposer=suffix plans without a "
+        "draft model. With a hosts file, measure its "
         "devices and links, and choose the slices, the order of the hosts and the place of the "
         "draft with which the slowest rank is fastest, within memory. docs/planning.md says how.",
     )
@@ -63,8 +71,17 @@ def add(commands: Commands) -> None:
         help="GPUs of a cluster for model.target and model.draft (a folder, a hub id or one of the "
         "models that pipespec knows), as in rtx3090:4",
     )
+    command.add_argument(
+        "--models",
+        action="store_true",
+        help="list the models that pipespec knows; with --gpus those that fit",
+    )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
-    command.add_argument("--weights", help="of the target: bfloat16 (default), int8, fp8 or int4")
+    command.add_argument(
+        "--weights",
+        help="of the target: bfloat16, int8, fp8 or int4; as it is published by default",
+    )
+    command.add_argument("--draft-weights", metavar="WEIGHTS", help="the same of the draft")
     command.add_argument(
         "--context",
         type=int,
@@ -84,10 +101,7 @@ def add(commands: Commands) -> None:
         "for draft and target, by simulation with the measured times",
     )
     command.add_argument(
-        "--tokens",
-        type=int,
-        default=500,
-        help="simulated for the fastest (500); for the others a fifth of them",
+        "--tokens", type=int, default=500, help="to simulate of each layout and method (500)"
     )
     finish(command, run)
 
@@ -111,26 +125,29 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
-        for name in ("gpus", "link", "weights", "context"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name} is of no plan with a hosts file; leave one out.")
+        for option in ("gpus", "models", *OF_GPUS, "context"):
+            if getattr(arguments, option.replace("-", "_")):
+                raise ConfigError(f"--{option} is of no plan with a hosts file; leave one out.")
         return plan_hosts.run(arguments, settings)
     if arguments.groups:
         raise ConfigError("--groups is for the devices of a hosts file; pass HOSTS.yaml.")
     if arguments.gpus is not None and arguments.profile is not None:
         raise ConfigError("--gpus and --profile are different plans; give one of them.")
-    for option in ("link", "weights"):
-        if getattr(arguments, option) is not None and arguments.gpus is None:
+    if arguments.models:
+        refuse_settings(arguments, rest)
+        return _list_models(arguments)
+    for option in OF_GPUS:
+        if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
     plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
         asked = (plan.layouts, plan.methods, plan.accuracy)
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
     advised = recommend(found, plan.same)
-    # Without draft tokens, the layout that is fastest so, with the most devices.
+    # Without draft tokens, the layout that is fastest so, with the fewest devices.
     most_ms = min(each.machine.plain_tbt_ms for each in plan.layouts) * (1 + plan.same)
     equal = [each for each in plan.layouts if each.machine.plain_tbt_ms <= most_ms]
-    plainest = max(equal, key=lambda layout: layout.num_devices)
+    plainest = min(equal, key=lambda layout: layout.num_devices)
     label = plainest.label if advised is None else advised.layout
     layout = next(each for each in plan.layouts if each.label == label)
     more, sentences = plan.more(label)
@@ -158,6 +175,8 @@ def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
             raise ConfigError(
                 f"`pipespec plan` takes no setting {setting!r} here; {suggest(name, known)}."
             )
+        if name == "proposer" and value not in PROPOSERS:
+            raise ConfigError(f"proposer is {value!r}; {suggest(value, PROPOSERS)}.")
         texts = [text.strip() for text in value.strip("[]").split(",")]
         try:
             match name:
@@ -185,22 +204,40 @@ def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
 def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """Every decoding method on a pipeline whose times are known."""
     from pipespec.extras.plan.advice import PlannedLayout
+    from pipespec.extras.plan.gpu_layouts import ROUND_MS
     from pipespec.extras.plan.pipeline_times import Profile
 
     if any(text.startswith("model.") for text in settings):
         raise ConfigError("Models are planned from their names with --gpus; give --gpus too.")
-    given = _given(settings, *TIMES, *ACCURACY, "policy", *TRIED)
+    given = _given(settings, *TIMES, *ACCURACY, "policy", "proposer", *TRIED)
+    proposer: tuple[str, ...] = ()
+    said = []
+    if given.get("proposer") == ["suffix"]:
+        proposer = ("proposer=suffix",)
+        said = ["A round of proposer=suffix, and how often it is right, are ASSUMED if not given."]
+        usual = SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]
+        given = {"curve": usual, "spread": SUFFIX_SPREAD, "draft_ms": ROUND_MS} | given
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
     if given.get("stages", 1) > 1 == profile.stages:
         profile = profile.replaced(overlap=True)  # as with proposer.overlap=auto
+    if "hop_ms" in given:
+        profile = replace(profile, row_ms=None)
     profile = profile.replaced(**{name: given.get(name) for name in (*TIMES, *ACCURACY)})
     if any(name in given for name in ACCURACY):
         profile = profile.replaced(texts=())  # these describe the draft instead
     if arguments.context is not None:
         profile = profile.at_context(arguments.context)
-    layout = PlannedLayout(f"{profile.stages} stages", profile.machine())
+    machine = profile.machine()
+    layout = PlannedLayout(f"{profile.stages} stages", machine, settings=proposer)
     about = {"profile": asdict(profile.replaced(texts=()))}
-    return Plan([layout], _methods(given), profile.accuracy(), about=about)
+    if profile.row_ms is not None:
+        rows, _ = machine.hop.points[-2]
+        said.append(
+            f"Hops were measured with up to {rows} row{'s' * (rows > 1)}; each row beyond is taken "
+            f"to add its bytes over the bandwidth of the slowest link, {profile.row_ms:.3g} ms."
+        )
+    accuracy = profile.accuracy()
+    return Plan([layout], _methods(given), accuracy, about=about, more=lambda label: ({}, said))
 
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
@@ -209,62 +246,111 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan import gpu_layouts
     from pipespec.extras.plan.advice import DecodingMethod, predict
+    from pipespec.extras.plan.gpu_layouts import ROUND_MS
     from pipespec.extras.plan.hardware import parse_gpus
-    from pipespec.extras.plan.model_shape import WEIGHT_BYTES, find
+    from pipespec.extras.plan.model_shape import find
 
-    given = _given(settings, *MODELS, *ACCURACY)
+    given = _given(settings, *MODELS, "proposer", *ACCURACY)
+    suffix = given.get("proposer") == ["suffix"]
+    if suffix and "model.draft" in given:
+        raise ConfigError("proposer=suffix uses no draft model; leave model.draft out.")
     if "spread" in given and "curve" not in given:
         raise ConfigError("spread says how a stated accuracy varies; give curve too.")
-    gpus, weights = parse_gpus(arguments.gpus), arguments.weights or "bfloat16"
-    context = CONTEXT if arguments.context is None else arguments.context
-    check_whole("context", context, 1, MAX_COUNT)
-    if weights not in WEIGHT_BYTES:
-        raise ConfigError(f"--weights is {weights!r}, but {suggest(weights, list(WEIGHT_BYTES))}.")
+    gpus, (weights, draft_weights, context) = parse_gpus(arguments.gpus), _sizes(arguments)
     if "model.target" not in given:
-        fitting = gpu_layouts.known_that_fit(gpus, weights, context)[:SHOWN]
-        known = f"; of those it knows, these fit in {weights}: {', '.join(fitting)}"
         raise ConfigError(
-            "`pipespec plan --gpus` needs model.target, a folder or a hub id"
-            f"{known if fitting else ''}."
+            "`pipespec plan --gpus` needs model.target, a folder or a hub id; --models lists those "
+            "that fit."
         )
     link = None
     if arguments.link:
         (link,) = compose_sections(["emulate_link"], [f"emulate_link={arguments.link}"])
     shape, draft = (find(given[name][0]) if name in given else None for name in MODELS)
     assert shape is not None
-    policy = default_policy("best_first" if draft else "root")
-    method = DecodingMethod("best_first" if draft else "root", policy, "auto" if draft else 1)
-    spread = given.get("spread", SPREAD)
-    curves = [given["curve"]] if "curve" in given else RANGE
+    drafts = suffix or draft is not None
+    name = "best_first" if drafts else "root"
+    policy = default_policy(name)
+    method = DecodingMethod(name, policy, "auto" if drafts else 1)
+    spread = given.get("spread", SUFFIX_SPREAD if suffix else SPREAD)
+    curves = [given["curve"]] if "curve" in given else SUFFIX_RANGE if suffix else RANGE
     accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
     usual = accuracies[len(accuracies) // 2]
-    target = gpu_layouts.Target(shape, weights, context, BATCHES * len(gpus) * policy.max_rows)
-    clusters = gpu_layouts.clusters(target, draft, gpus, link)
-    if draft is not None:
+    nodes = BATCHES * len(gpus) * policy.max_rows
+    target = gpu_layouts.PlannedModel(shape, weights, context, nodes)
+    own = None if draft is None else replace(target, shape=draft, weights=draft_weights)
+    clusters = gpu_layouts.clusters(target, own, gpus, link, suffix * ROUND_MS)
+    if drafts:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}
 
     def more(label: str) -> tuple[Mapping[str, Any], Sequence[str]]:
         cluster = by_label[label]
         plain_ms = cluster.machine.plain_tbt_ms
-        said, by_accuracy = [*cluster.sentences(draft, gpus)], []
-        for each in accuracies * (draft is not None):
+        said, by_accuracy = [*cluster.sentences(own, gpus)], []
+        for model in filter(None, (target, own)):
+            if why := model.shape.undecoded:
+                said.insert(0, f"pipespec does not decode {model.shape.name}: {why}.")
+        for each in accuracies * drafts:
             ms = predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms
             by_accuracy.append({"top1": each.hit_rate(1), "tbt_ms": ms})
             said.append(
-                f"With a draft whose first choice is right for {each.hit_rate(1):.0%}: {ms:.0f} "
+                f"With proposals whose first choice is right for {each.hit_rate(1):.0%}: {ms:.0f} "
                 f"ms, {plain_ms / ms:.1f} times as fast as plain pipeline parallelism."
             )
-        if draft is None:
-            said.append("Give model.draft too: a smaller model of the same family is much faster.")
+        if not drafts:
+            fitting = gpu_layouts.draft_that_fits(target, gpus)
+            small = f"model.draft={fitting} or " if fitting else ""
+            said.append(f"Draft tokens may help: give {small}proposer=suffix, which needs no GPU.")
         said.append(
-            "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft "
+            "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of proposals "
             "unless curve states it; `pipespec plan HOSTS.yaml` measures."
         )
         return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said
 
-    layouts = [each.layout() for each in clusters]
+    layouts = [each.layout(("proposer=suffix",) * suffix) for each in clusters]
     return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
+    """The weights of target and draft, "" as they are stored, and the context."""
+    from pipespec.extras.plan.stored_weights import WEIGHTS
+
+    context = CONTEXT if arguments.context is None else arguments.context
+    check_whole("context", context, 1, MAX_COUNT)
+    target, draft = arguments.weights or "", arguments.draft_weights or ""
+    for option, given in (("--weights", target), ("--draft-weights", draft)):
+        if given and given not in WEIGHTS:
+            raise ConfigError(f"{option} is {given!r}, but {suggest(given, list(WEIGHTS))}.")
+    return target, draft, context
+
+
+def _list_models(arguments: argparse.Namespace) -> int:
+    """The models of the table, with GiB of their weights and of the context."""
+    from pipespec.extras.plan.gpu_layouts import GIB, PlannedModel, fits
+    from pipespec.extras.plan.hardware import parse_gpus
+    from pipespec.extras.plan.model_shape import published
+
+    weights, _, context = _sizes(arguments)
+    shapes, gpus = list(published().values()), parse_gpus(arguments.gpus or ())
+    if gpus:
+        shapes = [e for e in shapes if fits(PlannedModel(e, weights, context), None, gpus)]
+    if arguments.json:
+        write(json.dumps([asdict(each) for each in shapes]) + "\n")
+        return 0
+    table = table_of("", "model", "billions", "layers", "bits", "GiB", "KV, GiB", left=1)
+    for each in shapes:
+        sizes = (8 * each.layer_bytes(weights) / each.layer, each.num_bytes(weights) / GIB)
+        figures = (*sizes, each.num_layers * each.kv_bytes(context) / GIB)
+        name, count = f"{each.name}{' *' * bool(each.undecoded)}", f"{each.parameters / 1e9:.1f}"
+        table.add_row(name, count, str(each.num_layers), *(f"{each:.1f}" for each in figures))
+    notes = [f"* {each.name}: {each.undecoded}." for each in shapes if each.undecoded]
+    show(
+        table,
+        f"Weights are as published unless --weights is given; KV: {context} tokens.",
+        *["* pipespec does not decode:"] * bool(notes),
+        *notes,
+    )
+    return 0
 
 
 def _advice(

@@ -260,24 +260,32 @@ def flow(value: Any) -> str:
 
 
 def predictions_table(predictions: Sequence[Prediction], advised: Prediction | None) -> Table:
-    """The fastest, and what the advised one does with each benchmark of a recorded draft."""
+    """The fastest, and what the advised one does with each benchmark of a recorded draft; without
+    what all methods have in common."""
     headings = ("layout", "policy", "width", "top-k", "rounds", "tok/step", "±", "rows", "TBT")
-    table = table_of("", *(f"{heading} " for heading in (*headings, "gain")), left=2)
-    for column in table.columns[2:]:
-        column.no_wrap = True
-    for p in predictions[:SHOWN]:
-        sizes = [str(each) for each in (p.width, p.children, p.rounds)]
-        figures = (f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}")
-        times = (f"{p.tbt_ms:.1f}", f"{p.speedup:.2f}")
-        style = "bold" if p is advised else None
-        table.add_row(f"{p.layout} ", f"{p.policy} ", *sizes, *figures, *times, style=style)
+    rows = [
+        (
+            *(p.layout, p.policy, str(p.width), str(p.children), str(p.rounds)),
+            *(f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}"),
+            *(f"{p.tbt_ms:.1f}", f"{p.speedup:.2f}"),
+        )
+        for p in predictions[:SHOWN]
+    ]
     texts = advised.texts if advised is not None else ()
     for benchmark in dict.fromkeys(text.benchmark for text in texts):
         own = [text for text in texts if text.benchmark == benchmark]
         tokens = sum(text.tokens for text in own)
         steps = sum(text.tokens / text.tokens_per_step for text in own)
         tbt_ms = sum(text.tbt_ms * text.tokens for text in own) / tokens
-        table.add_row(
-            benchmark, "(recommended) ", *[""] * 3, f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}"
-        )
+        figures = (f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}", "")
+        rows.append((benchmark, "(recommended)", "", "", "", *figures))
+    kept = [i for i in range(10) if not 0 < i < 5 or len({row[i] for row in rows}) > 1]
+    left = 1 + (1 in kept)
+    table = table_of("", *(f"{(*headings, 'gain')[i]} " for i in kept), left=left)
+    for column in table.columns[left:]:
+        column.no_wrap = True
+    for place, row in enumerate(rows):
+        chosen = place < len(predictions) and predictions[place] is advised
+        cells = (f"{row[i]} " if i < 2 else row[i] for i in kept)
+        table.add_row(*cells, style="bold" if chosen else None)
     return table

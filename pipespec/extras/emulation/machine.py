@@ -62,13 +62,6 @@ class TimeCurve:
         return float(np.interp(rows, counts, times))
 
 
-def mean(curves: Sequence[TimeCurve]) -> TimeCurve:
-    rows = sorted({count for curve in curves for count, _ in curve.points})
-    if any(len(curve.points) > 1 for curve in curves):
-        rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
-    return TimeCurve(tuple((n, sum(curve.ms(n) for curve in curves) / len(curves)) for n in rows))
-
-
 def with_experts(
     curve: TimeCurve, experts: int, chosen: int, share: float, overlap: float = 0.0
 ) -> TimeCurve:

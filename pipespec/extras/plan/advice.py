@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from itertools import count, product
+from itertools import product
 from operator import add
 from typing import NamedTuple
 
@@ -19,12 +19,9 @@ from pipespec.limits import check_whole
 
 # The settings of a policy that are varied, if it has them.
 SIZE = ("width", "children")
-# Of predictions whose times differ by less than this share, the one with the most devices and the
-# fewest rows is advised.
+# Of predictions whose times differ by less than this share, the one with the fewest devices and
+# rows is advised.
 SAME = 0.01
-# The first look at a method takes this share of the tokens, but not fewer than LEAST; the fastest
-# REFINED are looked at again.
-COARSE, LEAST, REFINED = 0.2, 100, 4
 
 
 @dataclass(frozen=True)
@@ -197,37 +194,23 @@ def predict_all(
     num_tokens: int,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Prediction]:
-    """What each of the methods will do on each of the layouts, the fastest first.
-
-    The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
-    them. `on_done` is called with how many simulations have ended, and of how many.
-    """
+    """What each of the methods will do on each of the layouts, the fastest first. `on_done` is
+    called with how many simulations have ended, and of how many."""
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     cells = list(product(layouts, methods))
-    coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
-    found: dict[int, Prediction] = {}
-    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
-    closely: set[int] = set()
-    for done in count(1):
-        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
-        left = [place for place in fastest if place not in closely and coarse < num_tokens]
-        if len(found) < len(cells):
-            place, tokens = len(found), coarse
-        elif left:
-            place, tokens = left[0], num_tokens
-            closely.add(place)
-        else:
-            break
-        layout, method = cells[place]
-        found[place] = predict(method, layout.machine, accuracy, num_tokens=tokens, layout=layout)
-        on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
-    return sorted(found.values(), key=lambda each: each.tbt_ms)
+    found = []
+    for done, (layout, method) in enumerate(cells, 1):
+        found.append(
+            predict(method, layout.machine, accuracy, num_tokens=num_tokens, layout=layout)
+        )
+        on_done(done, len(cells))
+    return sorted(found, key=lambda each: each.tbt_ms)
 
 
 def recommend(predictions: Sequence[Prediction], same: float = SAME) -> Prediction | None:
-    """The fastest, or of several that are as fast the one with the most devices, and the fewest
-    rows and rounds. None: nothing beats plain pipeline parallelism."""
+    """The fastest, or of several that are as fast the one with the fewest devices, rows and rounds.
+    None: nothing beats plain pipeline parallelism."""
     best = min(predictions, key=lambda p: p.tbt_ms)
     equal = [p for p in predictions if p.tbt_ms <= best.tbt_ms * (1 + same)]
-    chosen = min(equal, key=lambda p: (-p.num_devices, p.rows_per_step, p.width, p.rounds_per_step))
+    chosen = min(equal, key=lambda p: (p.num_devices, p.rows_per_step, p.width, p.rounds_per_step))
     return chosen if chosen.speedup > 1 + SAME else None

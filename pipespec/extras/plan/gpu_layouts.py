@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -12,17 +13,18 @@ from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.plan.advice import PlannedLayout
-from pipespec.extras.plan.hardware import GPU
-from pipespec.extras.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, published
+from pipespec.extras.plan.hardware import GPU, MAX_GPUS
+from pipespec.extras.plan.model_shape import ITEM, ModelShape, published
 from pipespec.extras.plan.pipeline_times import NO_HOP, Machine
 from pipespec.extras.plan.simulation import level_equation
+from pipespec.extras.plan.stored_weights import WEIGHTS
 from pipespec.system.sizes import size_text
 
 # Rows for which times are computed; those between are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Layers are divided so that stages take as long as each other with so many rows.
 USUAL_ROWS = 16
-# ASSUMED: nodes of a draft round, and what a round takes on the host.
+# ASSUMED: nodes of a draft round, and what a round takes on the host; without a model that is all.
 DRAFT_NODES, ROUND_MS = 16, 0.5
 # What a layer takes beside reading and arithmetic: attention to a text of 2048 tokens, small
 # operations, and the gaps between the kernels of a CUDA graph. Fitted to a stage of a 70B and
@@ -31,6 +33,12 @@ DRAFT_NODES, ROUND_MS = 16, 0.5
 LAYER_MS = 0.18
 # Of the layouts on fewer GPUs than all, so many that an estimate calls the fastest are simulated.
 FEWER = 5
+# A draft has at most such a share of the target's parameters, to be advised.
+SMALLER = 0.25
+# A context below this is no remedy.
+LEAST_CONTEXT = 512
+# What JSON says of a stage beside its GPU and times.
+DESCRIBED = ("layers", "weight_bytes", "kv_bytes", "state_bytes")
 GIB = 2**30
 
 
@@ -54,11 +62,11 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
-class Target:
-    """The target as GPUs have it.
+class PlannedModel:
+    """The target or the draft as GPUs have it.
 
     Attributes:
-        weights: of its layers, one of WEIGHT_BYTES; the draft's are bfloat16.
+        weights: of its layers, one of WEIGHTS; "": as they are stored.
         context: tokens of all requests together.
         nodes: tree nodes whose entries a layer with a running state keeps.
     """
@@ -70,11 +78,19 @@ class Target:
 
     @property
     def kept_bytes(self) -> tuple[float, float]:
+        """Of KV, and of running states, in a layer."""
         return self.shape.kv_bytes(self.context), self.shape.state_bytes(self.nodes)
 
+    @property
+    def num_bytes(self) -> float:
+        """On one GPU."""
+        return self.shape.num_bytes(self.weights) + self.shape.num_layers * sum(self.kept_bytes)
+
     def ends(self, place: int, last: int) -> float:
-        """Bytes of embedding and LM head on a stage."""
-        return self.shape.head_bytes * ((place == 0) + (place == last))
+        """Bytes of embedding and LM head on a stage, which are one if it has both and they are
+        tied."""
+        matrices = (place == 0) + (place == last)
+        return self.shape.head_bytes * (min(matrices, 1) if self.shape.tied else matrices)
 
     def ms(self, gpu: GPU, layers: int, rows: int, *, has_head: bool) -> float:
         shape = self.shape
@@ -108,8 +124,8 @@ class PlannedCluster:
         own = "" if self.draft is None else f"{self.draft.name} + "
         return own + ", ".join(f"{count} x {name}" for name, count in kinds.items())
 
-    def layout(self) -> PlannedLayout:
-        settings = (f"cluster.stages={len(self.stages)}",)
+    def layout(self, settings: tuple[str, ...] = ()) -> PlannedLayout:
+        settings = (f"cluster.stages={len(self.stages)}", *settings)
         return PlannedLayout(self.label, self.machine, len(self.gpus), settings)
 
     def left_out(self, gpus: Sequence[GPU]) -> dict[str, int]:
@@ -117,13 +133,12 @@ class PlannedCluster:
         unused = Counter(gpu.name for gpu in gpus) - Counter(gpu.name for gpu in self.gpus)
         return dict(unused)
 
-    def sentences(self, draft: ModelShape | None, gpus: Sequence[GPU]) -> Iterator[str]:
+    def sentences(self, draft: PlannedModel | None, gpus: Sequence[GPU]) -> Iterator[str]:
         """Where the layers are: a line for each run of ranks that hold the same."""
         if draft is not None and self.draft is not None:
-            held = (
-                f"{size_text(draft.parameters * ITEM)}, {self.machine.round_ms(1):.1f} ms a round"
-            )
-            yield f"Rank 0: the draft on {self.draft.name}, {held}."
+            held = size_text(draft.shape.num_bytes(draft.weights))
+            round_ms = f"{self.machine.round_ms(1):.1f} ms a round"
+            yield f"Rank 0: the draft on {self.draft.name}, {held}, {round_ms}."
         first = 1
         for (held, times), run in groupby(self.stages, PlannedStage.in_words):
             last = first + len(list(run)) - 1
@@ -131,8 +146,11 @@ class PlannedCluster:
             yield f"{ranks}: {held}; {times}."
             first = last + 1
         if left := self.left_out(gpus):
-            unused = ", ".join(f"{count} x {name}" for name, count in left.items())
-            yield f"Left out: {unused}; with more stages a token would take longer."
+            unused, count = ", ".join(f"{n} x {name}" for name, n in left.items()), len(self.gpus)
+            yield (
+                f"Use {count} GPU{'s' * (count > 1)}; the others ({unused}) add nothing: with more "
+                "stages a token takes as long, or longer."
+            )
 
     def described(self, gpus: Sequence[GPU]) -> dict[str, Any]:
         return {
@@ -141,10 +159,7 @@ class PlannedCluster:
             "stages": [
                 {
                     "gpu": stage.gpu.name,
-                    "layers": stage.layers,
-                    "weight_bytes": stage.weight_bytes,
-                    "kv_bytes": stage.kv_bytes,
-                    "state_bytes": stage.state_bytes,
+                    **{name: getattr(stage, name) for name in DESCRIBED},
                     "stage_ms": [f"{rows}:{ms:.4g}" for rows, ms in stage.times.points],
                 }
                 for stage in self.stages
@@ -154,23 +169,29 @@ class PlannedCluster:
 
 
 def clusters(
-    target: Target, draft: ModelShape | None, gpus: Sequence[GPU], link: EmulatedLink | None
+    target: PlannedModel,
+    draft: PlannedModel | None,
+    gpus: Sequence[GPU],
+    link: EmulatedLink | None,
+    proposer_ms: float = 0.0,
 ) -> list[PlannedCluster]:
     """The target on all GPUs but that of the draft and on each smaller number of them, for each
-    kind of GPU that could be the draft's; without a `link` messages take no time. Raises
-    ConfigError if the models do not fit."""
-    places = list(_draft_gpus(draft, gpus, target))
+    kind of GPU that could be the draft's; without a `link` messages take no time. A round without
+    a draft takes `proposer_ms`. Raises ConfigError if the models do not fit."""
+    places = list(_draft_gpus(draft, gpus))
     if draft is not None and not places:
+        smaller = fewer_bits(draft, lambda each: any(_draft_gpus(each, gpus)))
         raise ConfigError(
-            f"The draft {draft.name} needs a GPU of its own with room for "
-            f"{_draft_bytes(draft, target) / GIB:.1f} GiB, beside those of the target, and "
-            "there is none (that both share one is not planned, but can be run); give more or "
-            "larger GPUs, or leave model.draft out."
+            f"The draft {draft.shape.name} needs a GPU of its own with room for "
+            f"{draft.num_bytes / GIB:.1f} GiB, beside those of the target, and there is none (that "
+            "both share one is not planned, but can be run); give more or larger GPUs, "
+            f"{f'--draft-weights {smaller}, ' if smaller else ''}or proposer=suffix instead of "
+            "model.draft."
         )
     hop = _hop(target.shape, link)
     found = []
     for own, rest in places:
-        draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
+        draft_ms = proposer_ms if draft is None or own is None else round_ms(draft, own)
         for stages in _pipelines(target, rest):
             machine = Machine(tuple(stage.times for stage in stages), hop, draft_ms)
             found.append(PlannedCluster(stages, own, machine))
@@ -195,21 +216,29 @@ def promising(found: Sequence[PlannedCluster], proposed: float) -> list[PlannedC
     return all_gpus + sorted(fewer, key=estimated_ms)[:FEWER]
 
 
-def known_that_fit(gpus: Sequence[GPU], weights: str, context: int) -> list[str]:
-    """The published models that have room on these GPUs, the largest first."""
-    shapes = [ModelShape.from_config(name, raw) for name, raw in published().items()]
-    fitting = [each for each in shapes if any(_pipelines(Target(each, weights, context), gpus))]
-    return [each.name for each in sorted(fitting, key=lambda each: -each.parameters)]
+def fits(target: PlannedModel, draft: PlannedModel | None, gpus: Sequence[GPU]) -> bool:
+    """Whether the target has room beside the draft, if there is one."""
+    return any(any(_pipelines(target, rest)) for _, rest in _draft_gpus(draft, gpus))
 
 
-def round_ms(draft: ModelShape, gpu: GPU) -> float:
+def draft_that_fits(target: PlannedModel, gpus: Sequence[GPU]) -> str | None:
+    """The smallest published model of the target's family that has room on a GPU of its own."""
+    family = target.shape.name.partition("-")[0]
+    for each in sorted(published().values(), key=lambda each: each.parameters):
+        alike = each.name.startswith(f"{family}-") and each.vocab_size == target.shape.vocab_size
+        small = each.parameters <= SMALLER * target.shape.parameters and not each.undecoded
+        if alike and small and fits(target, replace(target, shape=each, weights=""), gpus):
+            return each.name
+    return None
+
+
+def round_ms(draft: PlannedModel, gpu: GPU) -> float:
     """A draft round, in milliseconds."""
-    whole = Target(draft, "bfloat16", context=0)
-    return whole.ms(gpu, draft.num_layers, DRAFT_NODES, has_head=True) + ROUND_MS
+    return draft.ms(gpu, draft.shape.num_layers, DRAFT_NODES, has_head=True) + ROUND_MS
 
 
 def _draft_gpus(
-    draft: ModelShape | None, gpus: Sequence[GPU], target: Target
+    draft: PlannedModel | None, gpus: Sequence[GPU]
 ) -> Iterator[tuple[GPU | None, list[GPU]]]:
     """Each kind of GPU that has room for the draft, and the others."""
     if draft is None:
@@ -218,16 +247,11 @@ def _draft_gpus(
     for name in dict.fromkeys(gpu.name for gpu in gpus):
         place = next(i for i, gpu in enumerate(gpus) if gpu.name == name)
         rest = [*gpus[:place], *gpus[place + 1 :]]
-        if rest and _draft_bytes(draft, target) <= gpus[place].usable_bytes:
+        if rest and draft.num_bytes <= gpus[place].usable_bytes:
             yield gpus[place], rest
 
 
-def _draft_bytes(draft: ModelShape, target: Target) -> float:
-    kept = sum(replace(target, shape=draft).kept_bytes)
-    return draft.parameters * ITEM + draft.num_layers * kept
-
-
-def _pipelines(target: Target, gpus: Sequence[GPU]) -> Iterator[tuple[PlannedStage, ...]]:
+def _pipelines(target: PlannedModel, gpus: Sequence[GPU]) -> Iterator[tuple[PlannedStage, ...]]:
     """The stages on all GPUs, and on each smaller number: the fastest, or if these have no room the
     largest. GPUs keep their order."""
     places = range(len(gpus))
@@ -246,7 +270,7 @@ def _pipelines(target: Target, gpus: Sequence[GPU]) -> Iterator[tuple[PlannedSta
                 break
 
 
-def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
+def _split(target: PlannedModel, gpus: Sequence[GPU]) -> list[int] | None:
     """Layers of each stage, so that the slowest takes as little time as possible; None: no room."""
     last, num_layers = len(gpus) - 1, target.shape.num_layers
     layer_bytes = target.shape.layer_bytes(target.weights) + sum(target.kept_bytes)
@@ -274,27 +298,42 @@ def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
     return TimeCurve(tuple((rows, of_rows.ms(rows)) for rows in (1, ROWS[-1])))
 
 
-def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
+def fewer_bits(model: PlannedModel, fits: Callable[[PlannedModel], bool]) -> str | None:
+    """The weights of the most bits, but of fewer than now, with which a model fits."""
+    now = model.shape.layer_bytes(model.weights)
+    smaller = (name for name in WEIGHTS if model.shape.layer_bytes(name) < now)
+    return next((name for name in smaller if fits(replace(model, weights=name))), None)
+
+
+def _no_room(target: PlannedModel, draft: PlannedModel | None, gpus: Sequence[GPU]) -> str:
     """What does not fit, by how much, and what would make it fit."""
     shape, context = target.shape, target.context
     needed = shape.num_layers * shape.layer_bytes(target.weights) + 2 * shape.head_bytes
     kv, states = (shape.num_layers * each for each in target.kept_bytes)
-    places = [rest for _, rest in _draft_gpus(draft, gpus, target)]
+    places = [rest for _, rest in _draft_gpus(draft, gpus)]
     usable, count = max((sum(gpu.usable_bytes for gpu in rest), len(rest)) for rest in places)
     missing = needed + kv + states - usable
+
     beside = "" if draft is None else " beside the draft's"
     said = (
-        f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with {target.weights} weights "
-        f"and {kv / GIB:.1f} GiB for {context} tokens of context"
-        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and there "
-        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}"
-        f"{beside}"
+        f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with "
+        f"{target.weights or 'its own'} weights and {kv / GIB:.1f} GiB for {context} tokens of "
+        f"context{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and there "
+        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}{beside}"
     )
     whole = ", but not in whole layers, one or more on each"
     said += f": {missing / GIB:.1f} GiB are missing" if missing > 0 else whole
-    for smaller in WEIGHT_BYTES:
-        if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[target.weights] and any(
-            _split(replace(target, weights=smaller), rest) for rest in places
-        ):
-            return f"{said}; --weights {smaller} would fit."
-    return f"{said}; give more GPUs, or a smaller --context."
+    remedies = []
+    too_long = lambda tokens: not fits(replace(target, context=tokens), draft, gpus)  # noqa: E731
+    if (shorter := bisect_left(range(context), True, key=too_long)) > LEAST_CONTEXT:
+        remedies.append(f"--context {shorter - 1}")
+    if smaller := fewer_bits(target, lambda each: fits(each, draft, gpus)):
+        remedies.append(f"--weights {smaller}")
+    if draft is not None and fits(target, None, gpus):
+        remedies.append("proposer=suffix instead of the draft")
+    for gpu in dict.fromkeys(gpus):
+        numbers = range(1, MAX_GPUS - len(gpus) + 1)
+        more = next((n for n in numbers if fits(target, draft, [*gpus, *[gpu] * n])), None)
+        remedies += [f"{more} more {gpu.name}"] if more else []
+    would = f"{' or '.join(remedies)} would fit" if remedies else "more or larger GPUs are needed"
+    return f"{said}; {would}."

@@ -6,36 +6,37 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipespec.engine.checkpoint.checkpoint import open_files
-from pipespec.engine.checkpoint.model_path import resolve_config
+from pipespec.engine.checkpoint.model_path import resolve, resolve_config
 from pipespec.engine.formats.architectures import require_supported, text_config, text_type
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.inspection.model_config import read_config
 from pipespec.errors import ModelError
 from pipespec.extras.emulation.machine import experts_read
+from pipespec.extras.plan.stored_weights import PLAIN, WEIGHTS, Weights, by_config, by_headers
 from pipespec.placement.measurements import STATES
 from pipespec.system.result_cache import cached_call
-from pipespec.system.validation import Unreadable, read_json
+from pipespec.system.validation import Unreadable, from_fields, home_expanded, read_json
 
-# What a number of the layers takes with scales and zeros of groups of 128 (AWQ, GPTQ), in bytes.
-WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.03, "fp8": 1.0, "int4": 0.53}
-# What a batch moves for it: FP8 is read, becomes bfloat16, is scaled and is read again.
-MOVED_BYTES = {**WEIGHT_BYTES, "fp8": 9.0}
 # Numbers of embedding, head and KV are in bfloat16.
 ITEM = 2
-# Config files of published models, with the fields that count.
+# Of published models the config, with the fields that count, and the shape that `count` finds.
 TABLE = Path(__file__).with_name("models.json")
+# The version of cached shapes: increase it when `count` changes its result.
+FORM = 2
 # Names of one thing in different architectures.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 # What says how a model was tuned; the second also takes what follows it, such as a date.
 _TUNED = re.compile(r"-(instruct|chat|it|base|thinking|hf)(?=-|$)")
 _VARIANT = re.compile(r"-(instruct|chat|it|base|thinking)\b.*$")
+_EXACT = re.compile(r"(?!)")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ModelShape:
         state, node: bytes that a layer keeps for a sequence and for a tree node, if it has a
             running state.
         recurrence: numbers of that state, but for the inputs of a convolution.
+        dense_weights, expert_weights: as they are published, or in their files.
+        undecoded: why pipespec does not decode the model; "": it does.
     """
 
     name: str
@@ -66,6 +69,9 @@ class ModelShape:
     state: int = 0
     node: int = 0
     recurrence: int = 0
+    dense_weights: Weights = PLAIN
+    expert_weights: Weights = PLAIN
+    undecoded: str = ""
 
     @classmethod
     def from_config(cls, name: str, raw: Mapping[str, Any]) -> ModelShape:
@@ -73,8 +79,8 @@ class ModelShape:
         not supported or the config is not valid."""
         require_supported(str(text_config(raw).get("model_type")), name, text_type(raw))
         version = importlib.metadata.version("transformers")
-        depends = {"name": name, "config": raw, "transformers": version}
-        return cached_call("shapes", cls, depends, _count, name, raw)
+        depends = {"name": name, "config": raw, "transformers": version, "form": FORM}
+        return cached_call("shapes", cls, depends, count, name, raw)
 
     @property
     def layer(self) -> int:
@@ -89,21 +95,32 @@ class ModelShape:
     def parameters(self) -> int:
         return self.num_layers * self.layer + self.embedding * (1 if self.tied else 2)
 
+    def weights(self, name: str) -> tuple[Weights, Weights]:
+        """Of the dense ones and of the experts; `name` is one of WEIGHTS, or "": as stored."""
+        return (WEIGHTS[name],) * 2 if name else (self.dense_weights, self.expert_weights)
+
     def layer_bytes(self, weights: str) -> float:
-        """Of a layer's weights in memory; `weights` is one of WEIGHT_BYTES."""
-        return self.layer * WEIGHT_BYTES[weights]
+        """Of a layer's weights in memory."""
+        dense, experts = self.weights(weights)
+        return self.dense * dense.held + self.experts * self.expert * experts.held
 
     def read_bytes(self, weights: str, rows: int) -> float:
         """What a batch of one sequence moves for a layer's weights, and for its running state,
         which is read and written. Rows choose experts independently (ASSUMED)."""
         read = experts_read(rows, self.experts, self.chosen) if self.experts else 0.0
         kept = 2 * self.state + rows * self.node
-        return (self.dense + read * self.expert) * MOVED_BYTES[weights] + kept
+        dense, experts = self.weights(weights)
+        return self.dense * dense.moved + read * self.expert * experts.moved + kept
 
     def layer_flops(self, rows: int) -> float:
         """Of a batch in a layer, without attention to the context. A row reads a running state with
         its query and its key, and is folded into it."""
         return 2.0 * rows * (self.dense + self.chosen * self.expert + 3 * self.recurrence)
+
+    def num_bytes(self, weights: str) -> float:
+        """Of all weights; the embedding and the head are in bfloat16."""
+        ends = self.head_bytes * (1 if self.tied else 2)
+        return self.num_layers * self.layer_bytes(weights) + ends
 
     @property
     def head_bytes(self) -> int:
@@ -121,8 +138,8 @@ class ModelShape:
         return STATES * self.state + nodes * self.node
 
 
-def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
-    """On PyTorch's meta device."""
+def count(name: str, raw: Mapping[str, Any]) -> ModelShape:
+    """On PyTorch's meta device. Raises ModelError."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -137,32 +154,35 @@ def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
             raise ModelError(str(error).replace(str(path / "config.json"), name)) from error
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    count, of = stored.num_layers, stored.recurrent
+    num_layers, of = stored.num_layers, stored.recurrent
     with building.alone(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     experts = _first(config, _EXPERTS)
     matrices = [
-        (name, each)
+        (name.removesuffix(".weight"), each.numel(), _is_expert(name, each.shape, experts))
         for name, each in model.named_parameters()
         if LAYER.search(name) is not None and each.ndim > 1
     ]
-    whole = sum(each.numel() for _, each in matrices)
-    routed = sum(each.numel() for n, each in matrices if _is_expert(n, each.shape, experts))
-    states = sum(stored.has_state) / count
+    whole = sum(size for _, size, _ in matrices)
+    routed = sum(size for _, size, is_expert in matrices if is_expert)
+    states = sum(stored.has_state) / num_layers
+    dense_weights, expert_weights = by_config(name, text_config(raw), matrices)
     return ModelShape(
         name=name,
-        num_layers=count,
+        num_layers=num_layers,
         hidden_size=stored.hidden_size,
         vocab_size=config.vocab_size,
         tied=stored.tied,
-        dense=(whole - routed) // count,
+        dense=(whole - routed) // num_layers,
         experts=experts if routed else 0,
         chosen=_first(config, _CHOSEN) if routed else 0,
-        expert=routed // (experts * count) if routed else 0,
-        kv=stored.kv_size * sum(stored.has_kv) // count,
+        expert=routed // (experts * num_layers) if routed else 0,
+        kv=stored.kv_size * sum(stored.has_kv) // num_layers,
         state=round(states * of.state_bytes(ITEM)) if of else 0,
         node=round(states * of.node_bytes(ITEM)) if of else 0,
         recurrence=round(states * (of.state - of.state_inputs)) if of else 0,
+        dense_weights=dense_weights,
+        expert_weights=expert_weights,
     )
 
 
@@ -177,28 +197,41 @@ def _is_expert(name: str, shape: tuple[int, ...], experts: int) -> bool:
     return ".experts." in name or (len(shape) == 3 and shape[0] == experts and shape[1] > 1)
 
 
-def published() -> dict[str, Mapping[str, Any]]:
-    table: dict[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
-    return table
+def published() -> dict[str, ModelShape]:
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    return {n: from_fields(ModelShape, {"name": n, **each["shape"]}) for n, each in table.items()}
 
 
 def find(model: str) -> ModelShape:
-    """The shape of a model, by its config.json in a folder, in the shipped table, or on the hub, of
-    which only that file is fetched. Raises ModelError."""
-    return ModelShape.from_config(*_named_config(model))
-
-
-def _named_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    if not Path(model).expanduser().exists():
-        known = {_family(name, _TUNED): name for name in published()}
-        name = known.get(_family(model, _TUNED)) or known.get(_family(model, _VARIANT))
-        if name is not None:
-            return name, published()[name]
-    file = resolve_config(model)
-    try:
-        return model, read_json(file)
-    except Unreadable as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    """The shape of a model, by its GGUF file or a folder with its config.json, whose headers also
+    say in how many bits weights are, in the shipped table, or on the hub, of which only that file
+    is fetched. Raises ModelError."""
+    path = home_expanded(model)
+    if not path.exists():
+        known = {
+            _family(each.name, tuned): each
+            for tuned in (_TUNED, _EXACT)  # of two of a family the first is meant
+            for each in reversed(published().values())
+        }
+        names = (_family(model, tuned) for tuned in (_EXACT, _TUNED, _VARIANT))
+        if (name := next((each for each in names if each in known), None)) is not None:
+            return known[name]
+    if is_gguf(path) and path.is_file():
+        files = open_files(resolve(path))
+        shape, some = ModelShape.from_config(model, files.raw), True
+    else:
+        file = resolve_config(model)
+        try:
+            shape = ModelShape.from_config(model, read_json(file))
+        except Unreadable as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        files = open_files(file.parent)
+        some = path.exists() and any(each.is_file() for each in files.weight_files())
+    num_layers = shape.num_layers
+    sizes = num_layers * shape.dense, num_layers * shape.experts * shape.expert
+    if some and (found := by_headers(files, num_layers, *sizes)) is not None:
+        return replace(shape, dense_weights=found[0], expert_weights=found[1])
+    return shape
 
 
 def _family(model: str, tuned: re.Pattern[str]) -> str:

@@ -182,6 +182,8 @@ class Profile:
     Attributes:
         stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
         hop_ms, draft_ms: a time for any rows or nodes, or a list like that of a stage.
+        row_ms: what a hop takes longer for each row beyond those of hop_ms, its bytes over the
+            bandwidth of the slowest link; null: as between the last two points of hop_ms.
         experts: of each layer, chosen by a row, their share of a row's time and, if known, the
             overlap of the choices of rows; empty: the model is dense.
         slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
@@ -197,6 +199,7 @@ class Profile:
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
     hop_ms: float | Sequence[str | float] = 0.0
     draft_ms: float | Sequence[str | float] = 0.0
+    row_ms: float | None = None
     curve: Sequence[str] = ("1:0.81", "8:0.99")
     spread: float = 0.5
     experts: Sequence[float] = ()
@@ -224,9 +227,14 @@ class Profile:
     def machine(self) -> Machine:
         """Raises ConfigError."""
         stages = tuple(map(TimeCurve.parse, self._of_stages("stage_ms")))
+        hop = TimeCurve.parse(self.hop_ms, "hop_ms")
+        if self.row_ms is not None:
+            check_number("row_ms", self.row_ms, 0, MAX_MS)
+            rows, ms = hop.points[-1]
+            hop = TimeCurve((*hop.points, (rows + 1, ms + self.row_ms)))
         return Machine(
             all_with_experts(stages, "experts", self.experts),
-            TimeCurve.parse(self.hop_ms, "hop_ms"),
+            hop,
             TimeCurve.parse(self.draft_ms, "draft_ms"),
             overlap=self.overlap,
         )

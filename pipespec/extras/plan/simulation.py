@@ -281,14 +281,6 @@ def level_equation(hit_rate: float, num_stages: int) -> float:
     return 1 / (hit_rate + (1 - hit_rate) * num_stages)
 
 
-def specpipe_ms(hit_rate: float, stage_ms: Sequence[float]) -> float:
-    """SpecPipe's expected time of a token, E(T) = max t_i(w) + (1 - P(w)) sum t_i(w).
-
-    There a miss costs a whole pipeline beyond its step; in this schedule it costs that in all.
-    """
-    return max(stage_ms) + (1 - hit_rate) * sum(stage_ms)
-
-
 def simulate(
     policy: SpeculationPolicy,
     machine: Machine,

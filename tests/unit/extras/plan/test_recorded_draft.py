@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipespec.cli.main import main
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.figures import BenchResult
-from pipespec.extras.bench.profiling import stage_points, with_wide_hop
+from pipespec.extras.bench.profiling import row_ms, stage_points, with_wide_hop
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.advice import DecodingMethod, predict
@@ -122,6 +125,22 @@ def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
     wide = with_wide_hop(found, config, slow).machine().hop
     assert wide.ms(1) == 1 and wide.ms(16) == pytest.approx(5, rel=0.1)
     assert with_wide_hop(found, config, ran(step_ms=10.5)) == found
+
+
+def test_hop_beyond_what_was_measured_takes_the_bytes_of_its_rows_on_the_slowest_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """6 ms for one row and 47 for two are no 2,589 for 64."""
+    file = profile(tmp_path, hop_ms=["1:6", "2:47"], row_ms=0.01)
+    hop = Profile.read(file).machine().hop
+    assert [hop.ms(rows) for rows in (1, 2, 64)] == pytest.approx([6, 47, 47.62])
+    assert main(["plan", "--profile", file, "policy=level", "--tokens", "50"]) == 0
+    assert "measured with up to 2 rows; each row beyond is taken" in capsys.readouterr().out
+    slowest = {"links": ({"gbit_s": 10.0}, {"gbit_s": 1.0})}
+    deployment = decide(compose(["model=demo", "cluster.stages=2", "model.dtype=float32"]))
+    row_bytes = deployment.target.hidden_size * 4
+    assert row_ms(deployment, SimpleNamespace(**slowest)) == pytest.approx(row_bytes * 8 / 1e6)
+    assert row_ms(deployment, None) == 0
 
 
 def ran(step_ms: float) -> BenchResult:

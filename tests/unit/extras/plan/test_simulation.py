@@ -140,12 +140,6 @@ def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
 
 
-def test_a_prediction_repeats_itself():
-    (method,) = methods("best_first", rounds=[2])
-    first = predict(method, machine(4), PUBLISHED, num_tokens=50)
-    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50)
-
-
 def test_times_follow_the_rows():
     curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
     assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
@@ -186,23 +180,21 @@ def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
     assert link.full_ms(64) == pytest.approx([18.4, 18.4, 10.1])
 
 
-def test_the_fastest_are_looked_at_closely_and_sorted_by_time():
-    """All methods share an easy beginning here, which makes each look faster at first."""
-    asked = methods("level", widths=[12, 16, 20, 24, 28, 32])
-    accuracy = Accuracy({1: 0.81, 8: 0.99}, spread=0.5)
-    told: list[tuple[int, int]] = []
+def test_all_are_simulated_for_as_many_tokens_and_sorted_by_time():
+    """A first look at fewer would make what is not looked at again seem slower."""
+    asked = methods("level", widths=[12, 24], rounds=[1])
+    done: list[tuple[int, int]] = []
+    layouts = [PlannedLayout(str(n), machine(n)) for n in (4, 8)]
     found = predict_all(
-        [PlannedLayout("", machine(8))],
-        asked,
-        accuracy,
-        num_tokens=300,
-        on_done=lambda *done: told.append(done),
+        layouts, asked, PUBLISHED, num_tokens=300, on_done=lambda *each: done.append(each)
     )
-    closely = [predict(w, machine(8), accuracy, num_tokens=300) for w in asked]
-    assert recommend(found) in closely
-    assert [each.tbt_ms for each in found] == sorted(each.tbt_ms for each in found)
-    assert [done for done, _ in told] == list(range(1, len(told) + 1))
-    assert told[-1][0] == told[-1][1]
+    each = [
+        predict(method, layout.machine, PUBLISHED, num_tokens=300, layout=layout)
+        for layout in layouts
+        for method in asked
+    ]
+    assert found == sorted(each, key=lambda one: one.tbt_ms)
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit():
