@@ -37,6 +37,11 @@ ENDED_ON_REQUEST = (
 class LauncherEnded(PipespecError):
     """The launcher of a cluster was asked to end, and so its cluster has ended."""
 
+    def __init__(self, name: str):
+        super().__init__(
+            f"The cluster {name!r} was asked to end (`pipespec down`, or a signal to its launcher)."
+        )
+
 
 def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
     """Start `pipespec up` in a session of its own, once it is ready. Raises what it failed with."""
@@ -131,10 +136,7 @@ class Launcher:
             return None
         ended = self.ended
         if ended and self._process.returncode in ENDED_ON_REQUEST:
-            raise LauncherEnded(
-                f"The cluster {self.name!r} was asked to end (`pipespec down`, or a signal to its "
-                "launcher)."
-            )
+            raise LauncherEnded(self.name)
         try:
             cluster = self.ready()
             if not ended:

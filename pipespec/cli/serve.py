@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
-from pipespec.client.registry import clear, find, left, serving
+from pipespec.client.registry import asked_to_end, clear, find, left, serving
 from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
@@ -98,7 +98,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             )
         with listening(arguments) as listener:
             running = find(arguments.on)
-            return answer_requests(arguments, listener, running.served.target, lambda: running)
+
+            def watch() -> RunningCluster:
+                if asked_to_end(running):
+                    raise LauncherEnded(running.name)
+                return running
+
+            return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
     from pipespec.config.compose import compose_sections
 
@@ -110,9 +116,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
             code = answer_requests(arguments, listener, full_name(model.target), launcher.watch)
-        except LauncherEnded as ended:
-            print_error(f"{name}: {ended} The server ends with it.")
-            code = 0
         finally:
             launcher.end()
         # If it has just died, no client waits for its unfinished requests.
@@ -151,7 +154,11 @@ def answer_requests(
     def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    early = uvloop.run(run_api_server(watch, options, listener, announce))
+    try:
+        early = uvloop.run(run_api_server(watch, options, listener, announce))
+    except LauncherEnded as ended:
+        print_error(f"{ended} The server ends with it.")
+        return 0
     return 0 if early is None else SIGNALLED + early
 
 

@@ -182,6 +182,15 @@ def left(name: str) -> bool:
     return _free(name) and held(name) is None
 
 
+def asked_to_end(cluster: RunningCluster) -> bool:
+    """Whether a cluster that ran here has ended on request: unlike one that has died, it has left
+    nothing and no process will start it again. Raises ConfigError."""
+    name = cluster.name
+    if not cluster.owner.gone or server_of(name) is not None:
+        return False
+    return held(name) is None and not left(name)
+
+
 def clear(name: str) -> None:
     """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
     with claim(name):  # which removes entry and lock

@@ -21,6 +21,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
     Owner,
     RunningCluster,
+    asked_to_end,
     claim,
     clear,
     entries,
@@ -29,6 +30,7 @@ from pipespec.client.registry import (
     held,
     left,
     publish,
+    serving,
 )
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
@@ -130,14 +132,17 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     where: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = held_elsewhere()
-    publish(running(owner=entry("lab").owner))
+    cluster = running(owner=entry("lab").owner)
+    publish(cluster)
     data = state / "lab.data"
     data.mkdir()
     for file in (data / "appendonly.aof", state / "lab.invitation", state / "lab.log"):
         file.touch()
     assert not left("lab")
+    assert not asked_to_end(cluster)
     killed.kill()
     killed.wait()
+    assert not asked_to_end(cluster)
     if where != "here":
         (state / "lab.lock").write_text(json.dumps(asdict(ELSEWHERE)))
         publish(running(owner=ELSEWHERE))
@@ -145,6 +150,9 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     assert main(["down", "lab"]) == 0
     assert capsys.readouterr().out == "lab had ended already; its files are removed.\n"
     assert [file.name for file in state.iterdir()] == ["lab.log"]
+    with serving("lab"):  # which will start it again
+        assert not asked_to_end(cluster)
+    assert asked_to_end(cluster)
     assert main(["down", "lab"]) == 2
     assert "No cluster named 'lab' is up" in capsys.readouterr().err
 
