@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.registry import Damaged, Entry, entries, entry
+from pipespec.client.registry import Damaged, Entry, entries, entry, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
@@ -55,6 +55,8 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     cluster = found.cluster
     state: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
+    if (log := log_of(found.name)) is not None:
+        state["log"] = str(log)
     if cluster is None:
         return state
     state |= {
@@ -128,7 +130,8 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
-        found = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
+        log = f"log: {cluster['log']}" if "log" in cluster else None
+        found = (problem, fault, kinds, done, computing(cluster.get("computing", {})), log)
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
     show(table, *notes)
 

@@ -20,6 +20,7 @@ from pipespec.client.registry import (
     claim,
     folder,
     kept_folder,
+    log_of,
     publish,
     remove_data,
 )
@@ -32,6 +33,8 @@ from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipespec.cli.host_admission import HostAdmission
     from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
@@ -86,7 +89,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             [] if join_options is None else join_options.flags
         )
         running = detached(name, settings, flags)
-        announce(running, as_json=arguments.json, join_options=join_options)
+        announce(
+            running, as_json=arguments.json, join_options=join_options, log=log_of(running.name)
+        )
         return 0
     return stay(
         name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
@@ -326,7 +331,13 @@ def on_log(source: str, line: str) -> None:
     print_error(f"{source}: {line}")
 
 
-def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
+def announce(
+    running: RunningCluster,
+    *,
+    as_json: bool,
+    join_options: JoinOptions | None,
+    log: Path | None = None,
+) -> None:
     invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {
@@ -335,6 +346,7 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
             "pid": running.owner.pid,
             "num_ranks": running.num_ranks,
             "context": running.served.context,
+            **({} if log is None else {"log": str(log)}),
             **({} if invitation is None else {"invitation": invitation}),
         }
         write(json.dumps(fields) + "\n")
@@ -342,7 +354,8 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
     write(
         f"The cluster {running.name!r} is ready: {running.num_ranks} ranks, context "
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
-        f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
+        f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`."
+        f"{'' if log is None else f' Its log is {log}.'}\n"
     )
     if invitation is not None:
         write(sentences(invitation))
