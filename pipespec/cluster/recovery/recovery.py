@@ -89,7 +89,7 @@ class Recovery:
         self._change: LayoutChange | None = None  # once its workers are alive
         # The cluster now. Any thread may read it.
         self.state = ClusterState(
-            epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
+            epoch_control.begin_epoch(url, namespace, self._described()), assignment
         )
         with Membership(url, namespace) as shared:
             self._stats = FaultStats(shared.totals())
@@ -327,8 +327,13 @@ class Recovery:
             # Not before: until then the last epoch may decide tokens.
             self._stats.begin_epoch(shared.lengths(running))
 
+    def _described(self) -> str:
+        """The next assignment, as text."""
+        others = set(self._leases.workers) - set(self._assignment.everyone)
+        return replace(self._assignment, others=tuple(sorted(others))).encode()
+
     def _begin_epoch(self, shared: Membership) -> None:
-        begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
+        begun = epoch_control.begin_epoch(self._url, self._namespace, self._described())
         if begun <= self.state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
         self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)
