@@ -150,10 +150,13 @@ class Recovery:
                 tried_s += min(time.monotonic() - began, TRY_S)
                 refused = isinstance(error, WritesRefused)  # it would when started again, too
                 if self._server is None or refused:
-                    what = str(error) if refused else "Redis went away"
+                    why = str(error)
+                    if self._server is not None:
+                        why = f"{why.rstrip('.')} ({self._server.places()})."
+                    what = why if refused else "Redis went away"
                     self._record_fault(FaultKind.REDIS_GONE, what)
                     if time.monotonic() - reached > self._patience_s:
-                        self._give_up(str(error))
+                        self._give_up(why)
                 else:
                     self._restart_if_gone(self._server, tried_s)
             except Exception as error:
