@@ -81,18 +81,14 @@ class Launcher:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    @property
-    def _again(self) -> bool:
-        return self._fruitless is not None
-
     def _start(self) -> None:
         self._cluster = self._ready_at = None
         with kept_folder() as here:
             # A start that is refused must not overwrite the log of another cluster. One that is
             # started again goes on with its own, which says why.
-            log = here / (self.name + LOG)
-            self._partial = log if self._again else log.with_name(f"{log.name}.{os.getpid()}")
-            mode = os.O_APPEND if self._again else os.O_TRUNC
+            again = self._fruitless is not None
+            self._partial = here / f"{self.name}{LOG}{'' if again else f'.{os.getpid()}'}"
+            mode = os.O_APPEND if again else os.O_TRUNC
             descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | mode, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
             self._process = subprocess.Popen(
@@ -150,7 +146,7 @@ class Launcher:
                 return cluster
             problem = failure(folder() / (self.name + LOG), self._process.returncode)
         except PipespecError as error:
-            if not self._again:
+            if self._fruitless is None:
                 raise
             problem = error
         self._schedule_restart(problem)
@@ -170,7 +166,7 @@ class Launcher:
     def end(self) -> None:
         self._process.terminate()
         self._process.wait()
-        if self._partial is not None and not self._again:
+        if self._partial is not None and self._fruitless is None:
             self._partial.unlink(missing_ok=True)
 
 

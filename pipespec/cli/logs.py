@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -49,8 +48,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps({"name": name, "log": str(log)}) + "\n")
         return 0
-    stream = log.open(errors="replace")
-    try:
+    with log.open(errors="replace") as stream:
         while True:
             ended = not up_here(name)  # before it is read, so that the last lines are too
             while text := stream.read(CHARACTERS):
@@ -58,13 +56,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             if ended or not arguments.follow:
                 return 0
             time.sleep(LOOK_S)
-            log = log_of(name)
-            same = log is None or os.path.samestat(os.fstat(stream.fileno()), log.stat())
-            if log is not None and not same and up_here(name):  # another has the name now
-                stream.close()
-                stream = log.open(errors="replace")
-    finally:
-        stream.close()
 
 
 def only_name() -> str:

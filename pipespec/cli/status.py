@@ -185,32 +185,30 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         log = f"log: {cluster['log']}" if "log" in cluster else None
         found = (problem, fault, kinds, done, how, versions(cluster.get("processes", ())), log)
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
-    parts = [table]
-    if len(clusters) == 1 and clusters[0].get("processes"):
-        parts.append(process_table(clusters[0]["processes"]))
-    show(*parts, *notes)
+    of_one = clusters[0].get("processes") if len(clusters) == 1 else None
+    show(table, *([process_table(of_one)] if of_one else []), *notes)
 
 
 def process_table(processes: Sequence[Mapping[str, Any]]) -> Table:
-    headings = ("host", "rank", "does", "layers", "link", "busy", "waits", "pid")
-    table = table_of("", *(f"{heading} " for heading in headings), left=5)
+    names = ("host", "rank", "state", "layers", "link", "busy", "waits", "pid")
+    table = table_of("", *(f"{name} " for name in names), left=5)
     for each in processes:
-        layers = "{} to {}".format(*each["layers"]) if each.get("layers") else None
-        shares = (f"{each[n]:.0%}" if each.get(n) is not None else None for n in ("busy", "waits"))
-        values = (*(each[n] for n in ("host", "rank", "state")), layers, each.get("link"), *shares)
-        texts = ("-" if value is None else str(value) for value in (*values, each["pid"]))
-        table.add_row(*(f"{text} " for text in texts))
+        table.add_row(*(f"{_cell(each.get(name))} " for name in names))
     return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(str, value))
+    return "-" if value is None else f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
 def versions(processes: Sequence[Mapping[str, Any]]) -> str | None:
     """The versions of pipespec on the hosts in one line; None: not known."""
-    hosts: dict[str, dict[str, None]] = {}
-    for each in processes:
-        if each.get("version"):
-            hosts.setdefault(each["version"], {})[each["host"]] = None
-    found = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
-    return f"version: {found}" if found else None
+    found = {(each["version"], each["host"]): None for each in processes if each.get("version")}
+    hosts = {one: [host for version, host in found if version == one] for one, _ in found}
+    listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
+    return f"version: {listed}" if listed else None
 
 
 def faults(kinds: Mapping[str, int]) -> str | None:

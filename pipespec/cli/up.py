@@ -15,6 +15,7 @@ from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, se
 from pipespec.client.registry import (
     DATA,
     INVITATION,
+    Owner,
     RunningCluster,
     check_name,
     claim,
@@ -33,8 +34,6 @@ from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipespec.cli.host_admission import HostAdmission
     from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
@@ -89,9 +88,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             [] if join_options is None else join_options.flags
         )
         running = detached(name, settings, flags)
-        announce(
-            running, as_json=arguments.json, join_options=join_options, log=log_of(running.name)
-        )
+        announce(running, as_json=arguments.json, join_options=join_options)
         return 0
     return stay(
         name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
@@ -331,13 +328,8 @@ def on_log(source: str, line: str) -> None:
     print_error(f"{source}: {line}")
 
 
-def announce(
-    running: RunningCluster,
-    *,
-    as_json: bool,
-    join_options: JoinOptions | None,
-    log: Path | None = None,
-) -> None:
+def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
+    log = None if running.owner == Owner.this() else log_of(running.name)  # here, it is in the log
     invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {

@@ -107,6 +107,7 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     assert server.process.stderr is not None
     said = server.process.stderr.read() + place.log(NAME)
     assert "the cluster's launcher has ended; it is started again" in said
+    assert place.log(NAME).count("is ready") > 1, "what was before the start is kept"
     assert KEY not in said
     assert PROMPT not in said
 

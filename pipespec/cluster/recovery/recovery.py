@@ -153,8 +153,7 @@ class Recovery:
                     why = str(error)
                     if self._server is not None:
                         why = f"{why.rstrip('.')} ({self._server.places()})."
-                    what = why if refused else "Redis went away"
-                    self._record_fault(FaultKind.REDIS_GONE, what)
+                    self._record_fault(FaultKind.REDIS_GONE, why if refused else "Redis went away")
                     if time.monotonic() - reached > self._patience_s:
                         self._give_up(why)
                 else:

@@ -205,16 +205,15 @@ def test_log_is_where_the_cluster_writes_it_and_is_followed_to_its_end(
     assert capsys.readouterr().out == "an earlier cluster\n" * 2
 
 
-@pytest.mark.parametrize("where", ["a pipe", "another host", "nowhere"])
+@pytest.mark.parametrize("where", ["a pipe", "another host"])
 def test_log_that_is_not_here_is_refused_with_its_place(
     where: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state.mkdir()
-    expected = "No cluster named 'lab' is up"
     if where == "another host":
         publish(running(owner=ELSEWHERE))
         expected = "go to alpha; run `pipespec logs lab` there"
-    elif where == "a pipe":
+    else:
         cluster = held_elsewhere(subprocess.PIPE)
         expected = f"that started it (process {cluster.pid})"
     assert main(["logs", "lab"]) == 2
