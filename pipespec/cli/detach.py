@@ -37,6 +37,11 @@ ENDED_ON_REQUEST = (
 class LauncherEnded(PipespecError):
     """The launcher of a cluster was asked to end, and so its cluster has ended."""
 
+    def __init__(self, name: str):
+        super().__init__(
+            f"The cluster {name!r} was asked to end (`pipespec down`, or a signal to its launcher)."
+        )
+
 
 def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
     """Start `pipespec up` in a session of its own, once it is ready. Raises what it failed with."""
@@ -79,9 +84,12 @@ class Launcher:
     def _start(self) -> None:
         self._cluster = self._ready_at = None
         with kept_folder() as here:
-            # A start that is refused must not overwrite the log of another cluster.
-            self._partial = here / f"{self.name}{LOG}.{os.getpid()}"
-            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            # A start that is refused must not overwrite the log of another cluster. One that is
+            # started again goes on with its own, which says why.
+            again = self._fruitless is not None
+            self._partial = here / f"{self.name}{LOG}{'' if again else f'.{os.getpid()}'}"
+            mode = os.O_APPEND if again else os.O_TRUNC
+            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | mode, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipespec", "up", "--name", self.name, *self._flags, STDIN],
@@ -131,10 +139,7 @@ class Launcher:
             return None
         ended = self.ended
         if ended and self._process.returncode in ENDED_ON_REQUEST:
-            raise LauncherEnded(
-                f"The cluster {self.name!r} was asked to end (`pipespec down`, or a signal to its "
-                "launcher)."
-            )
+            raise LauncherEnded(self.name)
         try:
             cluster = self.ready()
             if not ended:
@@ -161,7 +166,7 @@ class Launcher:
     def end(self) -> None:
         self._process.terminate()
         self._process.wait()
-        if self._partial is not None:
+        if self._partial is not None and self._fruitless is None:
             self._partial.unlink(missing_ok=True)
 
 

@@ -7,7 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from pipespec.client.registry import Owner, check_name, clear, entry, left, server_of
+from pipespec.client.registry import Owner, clear, entry, left, server_of
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, PipespecError
@@ -34,17 +34,16 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     refuse_settings(arguments, rest)
     name = arguments.name
-    if name is not None:
-        check_name(name)
+    if name is not None and left(name):
         server = server_of(name)
-        if server is not None and left(name):  # it is about to start the cluster again
+        if server is None:
+            clear(name)
+            sentence = f"{name} had ended already; its files are removed."
+        else:  # it is about to start the cluster again
             server.end()
             await_end(name, server)
-            report_done(name, f"{name} has ended, and its server too.", arguments)
-            return 0
-    if name is not None and left(name):
-        clear(name)
-        report_done(name, f"{name} had ended already; its files are removed.", arguments)
+            sentence = f"{name} has ended, and its server too."
+        report_done(name, sentence, arguments)
         return 0
     found = entry(name)
     owner = found.owner

@@ -35,8 +35,8 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
-        "[--json] [MODEL] [SETTING=VALUE ...]",
-        description="Decode one prompt: the text as it comes, then the statistics.",
+        "[--stats] [--json] [MODEL] [SETTING=VALUE ...]",
+        description="Decode one prompt: the text as it comes, then a line of figures.",
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
     command.add_argument(
@@ -44,6 +44,9 @@ def add(commands: Commands) -> None:
     )
     command.add_argument(
         "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
+    )
+    command.add_argument(
+        "--stats", action="store_true", help="print all statistics (docs/statistics.md)"
     )
     add_on(command)
     finish(command, run, starts=True)
@@ -60,7 +63,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
         write("\n")
-        print_statistics(result)
+        print_statistics(result, full=arguments.stats)
     return 0
 
 
@@ -131,21 +134,27 @@ def decode(
     return result
 
 
-def print_statistics(result: Result) -> None:
+def print_statistics(result: Result, *, full: bool = False) -> None:
+    stats = result.stats
+    summary = (
+        f"{result.completion_tokens} tokens after {result.prompt_tokens} of the prompt, "
+        f"ended by {result.finish_reason}{labelled(stats)}"
+    )
+    if not full:
+        if stats["tokens_per_step"] is not None:  # there was more than one token
+            summary += (
+                f": {stats['tbt_ms']['mean']:.1f} ms per token, {stats['tokens_per_step']:.2f} "
+                f"tokens per step, {stats['hit_rate']:.0%} of the tokens were accepted draft tokens"
+            )
+        show(f"{summary}.", stderr=True)
+        return
     from rich.table import Table
 
-    table = Table(
-        "",
-        "",
-        title=f"{result.completion_tokens} tokens after {result.prompt_tokens} of the prompt, "
-        f"ended by {result.finish_reason}{labelled(result.stats)}",
-        show_header=False,
-        title_justify="left",
-    )
-    for name, value in result.stats.items():
+    table = Table("", "", title=summary, show_header=False, title_justify="left")
+    for name, value in stats.items():
         if name == "cached_tokens" and not value:
             continue  # nothing was shared, as alone nothing can be
-        if name == "overruns" and not result.stats["emulated"]:
+        if name == "overruns" and not stats["emulated"]:
             continue  # of the emulated machine
         table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))
     show(table, stderr=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 
-from pipespec.cli import cache, down, generate, invite, join, serve, status, up
+from pipespec.cli import cache, down, generate, invite, join, logs, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, is_of_extras
@@ -29,7 +29,7 @@ def _commands() -> tuple[ModuleType, ...]:
         except ModuleNotFoundError as error:
             if not is_of_extras(error):
                 raise
-    return (generate, *extra, cache, up, invite, join, serve, down, status)
+    return (generate, *extra, cache, up, invite, join, serve, down, status, logs)
 
 
 COMMANDS = _commands()

@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import json
 import os
+import re
 import socket
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ from pipespec.cli.cache import checked
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
-from pipespec.client.registry import clear, find, left, serving
+from pipespec.client.registry import asked_to_end, clear, find, left, log_of, serving
 from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
+# A line of a file of keys that names the key, as the access log does.
+NAMED_KEY = re.compile(r"([\w.@-]+): +(.*)", re.ASCII)
 # What --limit sets of `ServerOptions`.
 LIMITS = [name for name, *_ in (*WHOLE, *SECONDS)]
 
@@ -59,8 +62,14 @@ def add(commands: Commands) -> None:
     repeated(
         "--api-key",
         metavar="KEY",
-        help=f"refuse requests without it; @FILE: a file of keys, one per line; may be given "
-        f"several times ({KEY_VARIABLE}; without any, all requests are accepted)",
+        help="refuse requests without it; @FILE: a file of keys, one per line, as KEY or, for the "
+        f"access log, NAME: KEY; may be given several times ({KEY_VARIABLE}; without any, all "
+        "requests are accepted)",
+    )
+    command.add_argument(
+        "--access-log",
+        action="store_true",
+        help="print a line for each request to standard error: id, name of its key, tokens, end",
     )
     repeated(
         "--served-model-name",
@@ -100,7 +109,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             )
         with listening(arguments) as listener:
             running = find(arguments.on)
-            return answer_requests(arguments, listener, running.served.target, lambda: running)
+
+            def watch() -> RunningCluster:
+                if asked_to_end(running):
+                    raise LauncherEnded(running.name)
+                return running
+
+            return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
     from pipespec.cluster.decide import decide
     from pipespec.config.compose import compose
@@ -118,9 +133,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             code = answer_requests(
                 arguments, listener, full_name(config.model.target), launcher.watch
             )
-        except LauncherEnded as ended:
-            print_error(f"{name}: {ended} The server ends with it.")
-            code = 0
         finally:
             launcher.end()
         # If it has just died, no client waits for its unfinished requests.
@@ -159,7 +171,11 @@ def answer_requests(
     def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    early = uvloop.run(run_api_server(watch, options, listener, announce))
+    try:
+        early = uvloop.run(run_api_server(watch, options, listener, announce))
+    except LauncherEnded as ended:
+        print_error(f"{ended} The server ends with it.")
+        return 0
     return 0 if early is None else SIGNALLED + early
 
 
@@ -174,12 +190,15 @@ def check_installed() -> None:
 
 def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
     """How the server is to be run, whose model is `target`. Raises ConfigError."""
-    keys = tuple(read_keys(arguments.api_key))
+    named = read_keys(arguments.api_key)
+    keys = tuple(key for _, key in named)
     return ServerOptions(
         names=tuple(arguments.served_model_name) or (model_name(target),),
         host=arguments.host,
         port=arguments.port,
         api_keys=keys,
+        key_names=tuple(name or f"key-{place}" for place, (name, _) in enumerate(named, 1)),
+        access_log=arguments.access_log,
         allowed_origins=tuple(arguments.allowed_origins),
         allowed_hosts=tuple(arguments.allowed_hosts),
         private_prefixes=bool(keys),
@@ -201,9 +220,10 @@ def read_limits(given: list[str]) -> dict[str, Any]:
     return found
 
 
-def read_keys(given: list[str]) -> list[str]:
-    """Keys of the command line, files that it names, and the environment. Raises ConfigError."""
-    keys = [key for key in given if not key.startswith("@")]
+def read_keys(given: list[str]) -> list[tuple[str, str]]:
+    """Names, "" if there is none, and keys: of the command line, the files that it names, and the
+    environment. Raises ConfigError."""
+    keys = [("", key) for key in given if not key.startswith("@")]
     for file in (key[1:] for key in given if key.startswith("@")):
         try:
             found = [line.strip() for line in read_text(file).splitlines() if line.strip()]
@@ -211,7 +231,7 @@ def read_keys(given: list[str]) -> list[str]:
             raise ConfigError(f"The file of keys {file!r} cannot be read: {error}.") from None
         if not found:
             raise ConfigError(f"The file of keys {file!r} holds none; write one per line.")
-        keys += found
+        keys += [(named[1], named[2]) if (named := NAMED_KEY.match(k)) else ("", k) for k in found]
     variable = os.environ.get(KEY_VARIABLE)
     if variable is not None:
         if not variable.strip():
@@ -219,20 +239,21 @@ def read_keys(given: list[str]) -> list[str]:
                 f"The variable {KEY_VARIABLE} is empty; set it to a key, or unset it to serve "
                 "without one."
             )
-        keys.append(variable)
+        keys.append(("", variable))
     return keys
 
 
 def announcement(
     listener: socket.socket, options: ServerOptions, running: RunningCluster, *, as_json: bool
 ) -> str:
-    url = f"{url_of(listener)}/v1"
+    url, log = f"{url_of(listener)}/v1", log_of(running.name)
     if as_json:
         fields = {
             "url": url,
             "models": options.names,
             "name": running.name,
             "context": running.served.context,
+            **({} if log is None else {"log": str(log)}),
         }
         return json.dumps(fields) + "\n"
     from pipespec.server.dialect import public_routes
@@ -240,7 +261,7 @@ def announcement(
     page = f", a chat page at {url_of(listener)}/chat" if public_routes() else ""
     return (
         f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}{page}; "
-        "end it with Ctrl-C.\n"
+        f"end it with Ctrl-C.{'' if log is None else f' The log of the cluster is {log}.'}\n"
     )
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.registry import Damaged, Entry, entries, entry
+from pipespec.client.registry import Damaged, Entry, entries, entry, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import show, table_of, write
 from pipespec.errors import Unreachable
+from pipespec.transport.transport_settings import AUTO
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pipespec.console.arguments import Commands
     from pipespec.controller.cluster_status import ClusterStatus
 
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
 SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
+SEAL = "transport.seal="
+WATCH_S = 1.0
 USUAL = "sdpa"  # the default backend on a CPU
 
 
@@ -31,21 +37,29 @@ def add(commands: Commands) -> None:
         "status",
         help="the state of the clusters that `pipespec up` started",
         description="Show for every cluster, or for one, its ranks, its epoch, the faults "
-        "that it has survived, and its open, queued and finished requests.",
+        "that it has survived, and its open, queued and finished requests; of one cluster, also "
+        "what each process of each host does.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
+    command.add_argument("--watch", action="store_true", help="show it every second, until Ctrl-C")
     finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print the state of clusters; returns 0 if all of them answer."""
     refuse_settings(arguments, rest)
-    found = entries() if arguments.name is None else [entry(arguments.name)]
-    clusters = [report(each, time.time()) for each in found]
-    if arguments.json:
-        write(json.dumps({"clusters": clusters}) + "\n")
-    else:
-        print_table(clusters)
+    while True:
+        found = entries() if arguments.name is None else [entry(arguments.name)]
+        clusters = [report(each, time.time()) for each in found]
+        if arguments.json:
+            write(json.dumps({"clusters": clusters}) + "\n")
+        else:
+            if arguments.watch and sys.stdout.isatty():
+                write("\x1b[H\x1b[2J")  # clear the terminal
+            print_table(clusters)
+        if not arguments.watch:
+            break
+        time.sleep(WATCH_S)
     return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
 
 
@@ -55,6 +69,8 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     cluster = found.cluster
     state: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
+    if (log := log_of(found.name)) is not None:
+        state["log"] = str(log)
     if cluster is None:
         return state
     state |= {
@@ -68,22 +84,30 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
     }
 
     from pipespec.controller.cluster_status import read_status
+    from pipespec.controller.membership import Membership
 
+    assigned, alive = None, {}
     try:
         status = read_status(cluster.url, cluster.namespace)
+        if status is not None and status.assignment:
+            assigned = RankAssignment.decode(status.assignment)
+            with Membership(cluster.url, cluster.namespace) as shared:
+                alive = shared.alive((*assigned.everyone, *assigned.others))
     except Unreachable as error:
         return state | {"problem": str(error)}
     if status is None:
         return state | {"problem": "Its Redis no longer has its data."}
     # Hosts may have joined or left since the entry was written, or been lost.
-    assigned = RankAssignment.decode(status.assignment) if status.assignment else None
     num_ranks = cluster.num_ranks if assigned is None else len(assigned.workers)
     changes = 0 if assigned is None else assigned.changes
+    seals = [text.partition("=")[2] for text in cluster.overrides if text.startswith(SEAL)]
     return state | {
         "state": READY if status.joined >= num_ranks else RECOVERING,
         "num_ranks": num_ranks,
         "ranks": status.joined,
-        "processes": processes(status, cluster.host),
+        "processes": []
+        if assigned is None
+        else processes(status, assigned, alive, cluster.host, [AUTO, *seals][-1]),
         "epoch": status.epoch,
         "faults": status.epoch - cluster.epoch - changes,
         "last_fault": status.last_fault,
@@ -97,20 +121,49 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
     }
 
 
-def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
-    """Which process of which host computes each rank that has joined; of several that compute one
-    together, the one that leads comes first. `here` is the host that started the cluster."""
-    if not status.assignment:
-        return []
-    assigned = RankAssignment.decode(status.assignment)
+def processes(
+    status: ClusterStatus,
+    assigned: RankAssignment,
+    alive: Collection[str],
+    here: str,
+    seal: str,
+) -> list[dict[str, Any]]:
+    """Every worker, its rank if it has one, and what it does; of several that compute a rank
+    together, the one that leads comes first. `alive` have a lease, `here` is the host that started
+    the cluster, `seal` is `transport.seal`."""
+    from pipespec.controller.cluster_status import labelled
+
+    kinds = assigned.links(seal)
+    links = [None, *("local" if k.local else "sealed" if k.sealed else "plain" for k in kinds)]
+    active, busy, receive = (
+        labelled(status.counts, f"{name}_ns") for name in ("active", "busy", "receive")
+    )
+
+    def process(worker: str, rank: int | None, pid: int | None, state: str) -> dict[str, Any]:
+        host = worker.rpartition("/")[0]
+        name = here if host == LOCAL else host
+        return {"worker": worker, "host": name, "rank": rank, "pid": pid, "state": state}
+
     found = []
-    for rank, pid in status.pids.items():
-        leader, *others = assigned.members(rank)
-        for worker, of in [(leader, pid), *((each, status.followers.get(each)) for each in others)]:
-            host = worker.rpartition("/")[0]
-            name = here if host == LOCAL else host
-            found.append({"rank": rank, "worker": worker, "host": name, "pid": of})
-    return found
+    for rank, leader in enumerate(assigned.workers):
+        time_ns, stage = active.get(str(rank)), assigned.layers[rank - 1] if rank else None
+        of_rank = {
+            "layers": stage and [stage.start, stage.stop - 1],
+            "link": links[rank],
+            "busy": time_ns and busy.get(str(rank), 0) / time_ns,
+            "waits": time_ns and receive.get(str(rank), 0) / time_ns,
+            "version": status.computing.get(rank, {}).get("version"),
+        }
+        for worker in assigned.members(rank):
+            pid = status.pids.get(rank) if worker == leader else status.followers.get(worker)
+            if pid is None:
+                state = "starts" if worker in alive else "lost"
+            else:
+                works = "computes" if status.open else "idle"
+                state = works if worker in alive else "silent"
+            found.append(process(worker, rank, pid, state) | of_rank)
+    others = ((each, "spare" if each in alive else "gone") for each in assigned.others)
+    return found + [process(worker, None, None, state) for worker, state in others]
 
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
@@ -128,9 +181,34 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
-        found = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
+        how = computing(cluster.get("computing", {}))
+        log = f"log: {cluster['log']}" if "log" in cluster else None
+        found = (problem, fault, kinds, done, how, versions(cluster.get("processes", ())), log)
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
-    show(table, *notes)
+    of_one = clusters[0].get("processes") if len(clusters) == 1 else None
+    show(table, *([process_table(of_one)] if of_one else []), *notes)
+
+
+def process_table(processes: Sequence[Mapping[str, Any]]) -> Table:
+    names = ("host", "rank", "state", "layers", "link", "busy", "waits", "pid")
+    table = table_of("", *(f"{name} " for name in names), left=5)
+    for each in processes:
+        table.add_row(*(f"{_cell(each.get(name))} " for name in names))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(str, value))
+    return "-" if value is None else f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
+def versions(processes: Sequence[Mapping[str, Any]]) -> str | None:
+    """The versions of pipespec on the hosts in one line; None: not known."""
+    found = {(each["version"], each["host"]): None for each in processes if each.get("version")}
+    hosts = {one: [host for version, host in found if version == one] for one, _ in found}
+    listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
+    return f"version: {listed}" if listed else None
 
 
 def faults(kinds: Mapping[str, int]) -> str | None:

@@ -16,11 +16,13 @@ from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, se
 from pipespec.client.registry import (
     DATA,
     INVITATION,
+    Owner,
     RunningCluster,
     check_name,
     claim,
     folder,
     kept_folder,
+    log_of,
     publish,
     remove_data,
 )
@@ -323,6 +325,7 @@ def on_log(source: str, line: str) -> None:
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
+    log = None if running.owner == Owner.this() else log_of(running.name)  # here, it is in the log
     invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {
@@ -331,6 +334,7 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
             "pid": running.owner.pid,
             "num_ranks": running.num_ranks,
             "context": running.served.context,
+            **({} if log is None else {"log": str(log)}),
             **({} if invitation is None else {"invitation": invitation}),
         }
         write(json.dumps(fields) + "\n")
@@ -338,7 +342,8 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
     write(
         f"The cluster {running.name!r} is ready: {running.num_ranks} ranks, context "
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
-        f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
+        f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`."
+        f"{'' if log is None else f' Its log is {log}.'}\n"
     )
     if invitation is not None:
         write(sentences(invitation))

@@ -182,6 +182,30 @@ def left(name: str) -> bool:
     return _free(name) and held(name) is None
 
 
+def up_here(name: str) -> bool:
+    """Whether a process here holds a name, or will start its cluster again. Raises ConfigError."""
+    found = held(name)
+    return (found is not None and found.owner.here) or server_of(name) is not None
+
+
+def asked_to_end(cluster: RunningCluster) -> bool:
+    """Whether a cluster that ran here has ended on request: unlike one that has died, it has left
+    nothing and no process will start it again. Raises ConfigError."""
+    return cluster.owner.gone and not up_here(cluster.name) and not left(cluster.name)
+
+
+def log_of(name: str) -> Path | None:
+    """The file with the messages of the cluster that runs here under a name, or ran last; None:
+    there is none, such as where they go to a terminal. Raises ConfigError."""
+    found, log = held(name), folder() / (name + LOG)
+    if found is not None:
+        if not found.owner.here:
+            return None
+        with suppress(OSError):  # it is just ending
+            log = Path(f"/proc/{found.owner.pid}/fd/2").readlink()
+    return log if log.is_file() else None
+
+
 def clear(name: str) -> None:
     """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
     with claim(name):  # which removes entry and lock

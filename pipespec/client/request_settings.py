@@ -9,6 +9,7 @@ from typing import Any
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.config.compose import compose_sections
+from pipespec.config.overrides import no_setting
 from pipespec.config.schema import Config, DecodeConfig
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import (
@@ -71,7 +72,9 @@ class RequestSettings:
         """Those of a request to a running cluster: its defaults, and `settings` on top. Raises
         ConfigError for a setting that is not one of a request."""
         for text in settings:
-            key = text.partition("=")[0]
+            key, separator, _ = text.partition("=")
+            if not separator:
+                raise no_setting(text)
             if group(text) not in PER_REQUEST or key in SETTLED:
                 raise ConfigError(
                     f"{key!r} was settled when the cluster {running.name!r} started; a request to "

@@ -59,15 +59,20 @@ def _times_of(file: str) -> list[str]:
     ]
 
 
+def no_setting(text: str) -> ConfigError:
+    return ConfigError(
+        f"{masked(text)!r} is not a setting, as name=value, nor a model's folder or file here; "
+        "a text of several words needs quotes."
+    )
+
+
 def parse(text: str) -> Override:
     """One override as Hydra reads it. Raises ConfigError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     if "=" not in text:
-        raise ConfigError(
-            f"{masked(text)!r} is not a setting, as name=value, nor a model's folder or file here."
-        )
+        raise no_setting(text)
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except (HydraException, RecursionError) as error:

@@ -42,7 +42,7 @@ FRONT_STOPPED_S = 3.0
 # How often Redis checks whether a silent client is still connected.
 CLIENT_KEEPALIVE_S = 10
 SERVERS = ("redis-server", "valkey-server")
-SOCKET = "redis.sock"
+SOCKET, LOG = "redis.sock", "redis.log"
 # Bytes of its memory: for requests and answers, which are kept for an hour.
 MAX_MEMORY = 2**30
 # Another process may take a port between the check that it is free and the server's bind.
@@ -127,6 +127,15 @@ class EmbeddedRedis:
     def _folder(self) -> Path:
         assert self._scratch, "the server is not started"
         return self._scratch.folder
+
+    def places(self) -> str:
+        """Its log, its folder, and the room that is left there, for a message."""
+        folder = self._data or self._folder
+        try:
+            room = f"has {shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
+        except OSError as error:
+            room = f"cannot be used: {error.strerror}"
+        return f"its log is {self._folder / LOG}, its folder {folder} {room}"
 
     @property
     def port(self) -> int:
@@ -239,7 +248,7 @@ class EmbeddedRedis:
         binary = find_redis()
         assert self._scratch
         remove_partial(self._data or self._folder)
-        with open(self._folder / "redis.log", "w+b") as log:
+        with open(self._folder / LOG, "w+b") as log:
             self._process = self._spawner.make(partial(self._spawn, binary, log))
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipespec.client.async_client import attach
 from pipespec.client.registry import RunningCluster
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.server.app import make_app, make_loading_app
 from pipespec.server.http_protocol import protocol_factory
 from pipespec.server.middleware import RequestIds
@@ -115,9 +115,9 @@ async def run_api_server(
             await current(scope, receive, send)
 
         config = uvicorn.Config(
-            RequestIds(app),
+            RequestIds(app, print_error if options.access_log else None),
             log_level="warning",
-            access_log=False,  # neither prompts nor clients' addresses belong in a log
+            access_log=False,  # its lines have clients' addresses and queries
             lifespan="off",
             http=protocol_factory(options, capacity),  # type: ignore[arg-type]
             ws="none",

@@ -92,7 +92,7 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
             "expose_headers": [REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
         }
         checks.append(Middleware(CORSMiddleware, allow_methods="*", allow_headers="*", **cors))
-    return [*checks, Middleware(Check, ApiKeyCheck(options.api_keys))]
+    return [*checks, Middleware(Check, ApiKeyCheck(options.api_keys, options.key_names))]
 
 
 def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:

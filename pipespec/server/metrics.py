@@ -287,8 +287,8 @@ class RequestTimer:
         self._metrics = metrics
         self._arrived = self._last = metrics.clock()
         self._first: float | None = None
-        self._num_tokens = 0
-        self._finished = False
+        self.num_tokens = 0
+        self.reason = ""  # why it has ended
         metrics.unfinished += 1
 
     def add_tokens(self, tokens: int) -> None:
@@ -301,20 +301,20 @@ class RequestTimer:
                 requests.itl.observe((now - self._last) / tokens)
         requests.generation_tokens.inc(tokens)
         self._last = now
-        self._num_tokens += tokens
+        self.num_tokens += tokens
 
     def finished(self, reason: str, prefill_ns: int | None = None) -> None:
         """The answer has ended; later calls are ignored. The time to the first token that is not
         `prefill_ns` is the wait until the head starts the request, and communication. Only
         durations are compared, as the head may be on another machine."""
-        if self._finished:
+        if self.reason:
             return
-        self._finished = True
+        self.reason = reason
         self._metrics.unfinished -= 1
         now, requests = self._metrics.clock(), self._metrics.requests
         requests.success.labels(reason).inc()
         requests.e2e.observe(now - self._arrived)
-        requests.answer.observe(self._num_tokens)
+        requests.answer.observe(self.num_tokens)
         if self._first is None:
             return
         decoding = now - self._first

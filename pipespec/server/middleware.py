@@ -1,4 +1,5 @@
-"""ASGI middleware: request ids, and the checks that refuse a request, none of which reads its body.
+"""ASGI middleware: request ids, the access log, and the checks that refuse a request, none of
+which reads its body.
 
 A browser sends requests on behalf of any page that its user opens. Two headers that a page cannot
 choose identify them: `Origin` names the page's own origin, and `Host` the host of the URL. A page
@@ -13,7 +14,9 @@ import hashlib
 import hmac
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,6 +32,7 @@ REQUEST_ID = "X-Request-Id"
 # A client's own id is sent back if it has this form; any other is replaced.
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 BEARER = "bearer "
+MAX_PATH = 200  # characters of a path in the access log
 
 
 def new_request_id() -> str:
@@ -39,8 +43,10 @@ class RequestIds:
     """Adds an `X-Request-Id` to every reply, by which a client's logs and reports can refer to it:
     the client's own if it is up to 128 letters, digits and `._:/+=@-`, else a new one."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, on_answered: Callable[[str], None] | None = None):
+        """`on_answered` is called with a line on each request at its end: the access log."""
         self._app = app
+        self._on_answered = on_answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,13 +54,27 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _VALID_ID.fullmatch(given) else new_request_id()
+        state = scope.setdefault("state", {})
+        began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._on_answered is not None:
+                path = scope["raw_path"].decode("latin-1")[:MAX_PATH]
+                self._on_answered(
+                    f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {request_id} "
+                    f"{scope['method']} {path} {status} key={state.get('key_name') or '-'} "
+                    f"seconds={time.monotonic() - began:.3f}"
+                    f"{state['text'].summary if 'text' in state else ''}"
+                )
 
 
 class Check:
@@ -138,10 +158,12 @@ class ApiKeyCheck:
     (pages), which reveal nothing about the cluster. With no keys every request passes.
 
     CORS answers a browser's preflight before this check. The digest of the key is left in the
-    request's `state.api_key_digest`. Digests are compared in constant time.
+    request's `state.api_key_digest`, and the key's name, of `names`, in `state.key_name`. Digests
+    are compared in constant time.
     """
 
-    def __init__(self, keys: Sequence[str]):
+    def __init__(self, keys: Sequence[str], names: Sequence[str] = ()):
+        self._names = names
         self._digests = [_digest(key.encode()) for key in keys]
         self._public = public_routes()
 
@@ -156,7 +178,10 @@ class ApiKeyCheck:
         digest = _digest(key.encode("latin-1", errors="replace")) if required else b""
         scope.setdefault("state", {})["api_key_digest"] = digest
         # Digests have equal lengths, and all of them are compared.
-        if not required or sum(hmac.compare_digest(digest, known) for known in self._digests):
+        same = [hmac.compare_digest(digest, known) for known in self._digests]
+        if any(same):
+            scope["state"]["key_name"] = self._names[same.index(True)] if self._names else ""
+        if not required or any(same):
             return None
         return ApiError(
             HTTPStatus.UNAUTHORIZED,

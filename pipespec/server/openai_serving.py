@@ -164,6 +164,7 @@ class OpenAIServing:
             ),
         )
         self.open.add(stream)
+        request.state.text = stream  # for the access log
         async with AsyncExitStack() as unless_submitted:
             unless_submitted.push_async_callback(stream.close)
             try:

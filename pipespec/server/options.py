@@ -46,6 +46,7 @@ class ServerOptions:
 
     Attributes:
         names: of the model; the first one appears in replies.
+        key_names: of the keys, in the access log, which has a line for each request.
         max_queued_requests, max_queued_tokens: limits of the answers that wait for their first
             token, and of their prompts' tokens.
         patience: seconds for which requests wait for a cluster that does not answer.
@@ -64,6 +65,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_names: tuple[str, ...] = ()
+    access_log: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     patience: float = 600.0

@@ -145,6 +145,16 @@ class ResponseStream:
         """The numbers of the answers in the cluster's log, once they are submitted."""
         return tuple(self._by_number)
 
+    @property
+    def summary(self) -> str:
+        """Numbers, tokens and ends of the answers so far, for the access log."""
+        timers = [answer.timer for answer in self._answers]
+        return (
+            f" request={','.join(map(str, self.numbers)) or '-'} "
+            f"prompt={self.request.prompt_tokens} answer={sum(t.num_tokens for t in timers)} "
+            f"end={','.join(timer.reason for timer in timers)}"
+        )
+
     async def submit(self) -> None:
         self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request

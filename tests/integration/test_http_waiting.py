@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -105,6 +106,44 @@ def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, demo: M
                 assert third.status_code == 200
 
     play(redis, demo, story, max_queued_requests=1)
+
+
+def test_access_log_has_a_line_for_each_request_and_no_text(
+    redis: EmbeddedRedis, demo: ModelInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def story(scene: Scene) -> None:
+        key = {"X-Api-Key": "sesame"}
+        for ends in (True, False):
+            async with scene.http.stream(
+                "POST", "/v1/completions?secret", json=ASKED, headers=key
+            ) as reply:
+                request, length = await scene.taken()
+                scene.say(request, length, 300, 301)
+                if ends:
+                    scene.finish(request, "length")
+                    await reply.aread()
+                else:
+                    await anext(aiter(reply.aiter_lines()))
+        while (await scene.http.get("/load", headers=key)).json() != {"server_load": 0}:
+            pass
+        await scene.http.get("/no%0Athing", headers=key | {"X-Request-Id": "mine"})
+        await scene.http.get("/load", headers={"X-Api-Key": "wrong"})
+
+    keys = {"api_keys": ("other", "sesame"), "key_names": ("key-1", "alice")}
+    play(redis, demo, story, access_log=True, **keys)
+    lines = [line for line in capsys.readouterr().err.splitlines() if " /load 200 " not in line]
+    asked = r"POST /v1/completions 200 key=alice seconds=\d\.\d{3} request=\d+ prompt=5 answer=2"
+    for line, expected in zip(
+        lines,
+        (
+            rf"req_\w+ {asked} end=length",
+            rf"req_\w+ {asked} end=abort",
+            r"mine GET /no%0Athing 404 key=alice seconds=\d\.\d{3}",
+            r"req_\w+ GET /load 401 key=- seconds=\d\.\d{3}",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(rf"20[0-9T:.+-]+ {expected}", line), line
 
 
 # --- a cluster that loads ----------------------------------------------------------------------

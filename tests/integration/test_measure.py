@@ -141,7 +141,7 @@ def test_a_device_that_is_missing_is_named():
 
 
 def test_what_cannot_be_measured_is_one_sentence(host):
-    with pytest.raises(HostFailed, match=r"^a: .*no model folder /nowhere"):
+    with pytest.raises(HostFailed, match=r"^a: .*no model folder /nowhere .* up HOSTS"):
         host.measure_devices("a", asdict(wish(target="/nowhere")))
 
 

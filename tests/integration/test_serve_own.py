@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from pipespec.cli import detach
@@ -106,6 +107,7 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     assert server.process.stderr is not None
     said = server.process.stderr.read() + place.log(NAME)
     assert "the cluster's launcher has ended; it is started again" in said
+    assert place.log(NAME).count("is ready") > 1, "what was before the start is kept"
     assert KEY not in said
     assert PROMPT not in said
 
@@ -181,9 +183,12 @@ def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
-    settings = ("cluster.stages=1", "model.context=64")
-    server = Server(place, *settings)
+def test_down_ends_the_servers_and_their_cluster(place: Sandbox) -> None:
+    server = Server(place, "cluster.stages=1", "model.context=1024")
+    beside = Server(place, "--on", NAME)
+    asked = {"prompt": "Once upon a time", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+    answer = iter(beside.openai().completions.create(model=MODEL, stream=True, **asked))
+    next(answer)
     (seen,) = json.loads(place.run("status", "--json")[1])["clusters"]
     assert [each["rank"] for each in seen["processes"]] == [0, 1]
     assert {each["host"] for each in seen["processes"]} == {seen["host"]}
@@ -193,9 +198,11 @@ def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
     code, out, err = place.run("down", NAME)
 
     assert (code, out, err) == (0, f"{NAME} has ended, and its server too.\n", "")
-    assert server.process.wait(PATIENCE_S) == 0
-    assert server.process.stderr is not None
-    assert "was asked to end" in server.process.stderr.read()
+    with pytest.raises(openai.APIError, match="The server is shutting down"):
+        list(answer)
+    for each in (server, beside):
+        assert "was asked to end" in each.process.communicate(timeout=PATIENCE_S)[1]
+        assert each.process.returncode == 0
     until(lambda: not place.processes())
     assert place.files() == []
 

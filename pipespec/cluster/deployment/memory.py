@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import resource
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import psutil
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.core import NUM_COLUMNS
+from pipespec.engine.formats.quantization import QUANTIZATIONS
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
@@ -236,24 +240,56 @@ def require_memory(
     """Raise ConfigError unless this machine has the memory that these ranks certainly use, and
     `model.kv_memory`, if it is an amount, holds the longest sequence. `free_on`: what is free on a
     device, in bytes. `followers`: also count the ranks' tensor-parallel followers."""
-    by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    ranks = list(ranks)
     for rank in ranks:
         require_kv(deployment, rank)
+    by_device = _needed(deployment, ranks, followers=followers)
+    free = {device: free_on(device) for device in by_device}
+    for device, wanted in by_device.items():
+        if wanted.total() > free[device]:
+            what, most = wanted.most_common(1)[0]
+            remedy = REMEDIES[what]
+            for setting, fewer in _with_fewer_bits(deployment) if what == WEIGHTS else ():
+                with suppress(ConfigError):  # parts of groups, which cannot be quantised
+                    needed = _needed(fewer, ranks, followers=followers)
+                    if all(each.total() <= free[name] for name, each in needed.items()):
+                        remedy = f"set {setting}, with which they fit"
+                        break
+            raise ConfigError(
+                f"The ranks of this machine need {wanted.total() / GIB:.3g} GiB on {device}, of "
+                f"which {most / GIB:.3g} are for {what}, but {free[device] / GIB:.3g} GiB are "
+                f"free; {remedy}."
+            )
+
+
+def _needed(
+    deployment: Deployment, ranks: Iterable[int], *, followers: bool
+) -> Mapping[str, Counter[str]]:
+    """Bytes that ranks certainly use, by device and by what they are for."""
+    by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for rank in ranks:
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         devices = (deployment.devices[rank], *map(deployment.device_of, others))
         for member, device in enumerate(devices):
             by_device[device] += required_bytes(deployment, rank, member=member)
         if rank == 0 and deployment.mid is not None:
             by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
-    for device, wanted in by_device.items():
-        free = free_on(device)
-        if wanted.total() > free:
-            what, most = wanted.most_common(1)[0]
-            raise ConfigError(
-                f"The ranks of this machine need {wanted.total() / GIB:.3g} GiB on {device}, of "
-                f"which {most / GIB:.3g} are for {what}, but {free / GIB:.3g} GiB are free; "
-                f"{REMEDIES[what]}."
-            )
+    return by_device
+
+
+def _with_fewer_bits(deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
+    """Settings with which the weights may take less, and the deployment with each."""
+    target, changes = deployment.target, list[tuple[str, Any]]()
+    if target.compute_dtype("bfloat16") == "bfloat16":
+        changes.append(("dtype", "bfloat16"))
+    for value in QUANTIZATIONS:
+        with suppress(ConfigError):
+            target.check_quantization("model.quantization", value)
+            changes.append(("quantization", value))
+    for name, value in changes:
+        model = replace(deployment.config.model, **{name: value})
+        config = replace(deployment.config, model=model)
+        yield f"model.{name}={value}", replace(deployment, config=config)
 
 
 def require_files(deployment: Deployment, limit: int | None = None) -> None:

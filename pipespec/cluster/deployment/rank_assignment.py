@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 from pipespec.config.hosts import Host
@@ -17,13 +17,15 @@ class RankAssignment:
     """The worker of each rank in an epoch, the head's first, and the layers of each stage, from
     rank 1 on; sent as JSON. `followers` are those that compute each rank with it; empty: none has
     any. `joined` are hosts that came after the cluster began, which older workers do not know, and
-    `changes` counts the epochs that began because a host joined or left, and not for a fault."""
+    `changes` counts the epochs that began because a host joined or left, and not for a fault.
+    `others`: the workers without a rank then, for who looks at the cluster."""
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
     followers: tuple[tuple[str, ...], ...] = ()
     joined: tuple[Host, ...] = ()
     changes: int = 0
+    others: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def everyone(self) -> tuple[str, ...]:
@@ -55,6 +57,7 @@ class RankAssignment:
                 "followers": self.followers,
                 "joined": [asdict(host) for host in self.joined],
                 "changes": self.changes,
+                "others": self.others,
             }
         )
 
@@ -67,7 +70,8 @@ class RankAssignment:
             Host(**{**each, "devices": tuple(each["devices"]), "groups": tuple(each["groups"])})
             for each in found["joined"]
         )
-        return cls(tuple(found["workers"]), layers, followers, joined, found["changes"])
+        others = tuple(found.get("others", ()))
+        return cls(tuple(found["workers"]), layers, followers, joined, found["changes"], others)
 
 
 class WeightsPending(Exception):

@@ -3,6 +3,7 @@ Times are kept in `~/.cache/pipespec/measured`; free memory is read each time.""
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,12 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     if request.shared is not None:
         shared = from_fields(Repository, request.shared)
         own = own_path(Path(request.target), shared, request.parts)
+    for folder in (own or request.target, request.draft):
+        if folder is not None and os.path.isabs(folder) and not os.path.lexists(folder):
+            raise ModelError(
+                f"there is no model folder {folder} to measure with: copy it there, or start "
+                "without measuring, by `pipespec up HOSTS.yaml`, which sends the host its layers"
+            )
     target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
     settings = ("model.quantization", "model.draft_quantization")

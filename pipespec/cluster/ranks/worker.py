@@ -48,6 +48,7 @@ from pipespec.system.device_copy import make_current
 from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
 from pipespec.system.result_cache import load_cached, store_cached
+from pipespec.system.versions import own_version
 from pipespec.timing.batch_times import RowTimes
 from pipespec.timing.trace import Timeline
 from pipespec.transport.distributed import DistributedTransport
@@ -292,7 +293,7 @@ def join_rank(
         kv_tokens=tokens,
         row_times=times.measured(),
         spins=spins,
-        computing=None if model is None else model.describe(),
+        computing=None if model is None else {**model.describe(), "version": own_version()},
     ) as controller:
 
         def run_loop(transport: Transport) -> None:

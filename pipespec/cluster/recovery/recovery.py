@@ -89,7 +89,7 @@ class Recovery:
         self._change: LayoutChange | None = None  # once its workers are alive
         # The cluster now. Any thread may read it.
         self.state = ClusterState(
-            epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
+            epoch_control.begin_epoch(url, namespace, self._described()), assignment
         )
         with Membership(url, namespace) as shared:
             self._stats = FaultStats(shared.totals())
@@ -150,10 +150,12 @@ class Recovery:
                 tried_s += min(time.monotonic() - began, TRY_S)
                 refused = isinstance(error, WritesRefused)  # it would when started again, too
                 if self._server is None or refused:
-                    what = str(error) if refused else "Redis went away"
-                    self._record_fault(FaultKind.REDIS_GONE, what)
+                    why = str(error)
+                    if self._server is not None:
+                        why = f"{why.rstrip('.')} ({self._server.places()})."
+                    self._record_fault(FaultKind.REDIS_GONE, why if refused else "Redis went away")
                     if time.monotonic() - reached > self._patience_s:
-                        self._give_up(str(error))
+                        self._give_up(why)
                 else:
                     self._restart_if_gone(self._server, tried_s)
             except Exception as error:
@@ -327,8 +329,13 @@ class Recovery:
             # Not before: until then the last epoch may decide tokens.
             self._stats.begin_epoch(shared.lengths(running))
 
+    def _described(self) -> str:
+        """The next assignment, as text."""
+        others = set(self._leases.workers) - set(self._assignment.everyone)
+        return replace(self._assignment, others=tuple(sorted(others))).encode()
+
     def _begin_epoch(self, shared: Membership) -> None:
-        begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
+        begun = epoch_control.begin_epoch(self._url, self._namespace, self._described())
         if begun <= self.state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
         self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)

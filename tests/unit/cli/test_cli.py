@@ -190,8 +190,10 @@ def test_what_is_not_the_plain_truth_is_labelled(
 
     for stated in (False, True):
         stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}
-        print_statistics(Result("a", [1], None, 1, 1, "length", stats))
-        assert (label in capsys.readouterr().err) is stated
+        for full in (False, True):
+            found = Result("a", [1], None, 1, 1, "length", {"tokens_per_step": None, **stats})
+            print_statistics(found, full=full)
+            assert (label in capsys.readouterr().err) is stated
 
 
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence() -> None:

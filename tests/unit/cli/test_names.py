@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipespec.cli.main import main
+from pipespec.cli.serve import read_keys
 from pipespec.config import entries
 from pipespec.errors import ConfigError
 from pipespec.server.options import ServerOptions
@@ -22,7 +25,7 @@ START = ("generate", "--prompt", "x")
         *((*START, setting) for setting in ("cluster.devices=[{}]", "controller.namespace={}")),
         *((command, "--on", "{}") for command in ("generate", "bench", "serve")),
         ("up", "--name", "{}"),
-        *((command, "{}") for command in ("down", "status", "invite", "join")),
+        *((command, "{}") for command in ("down", "status", "logs", "invite", "join")),
         ("join", "p", "--name", "{}"),
         ("doctor", "{}.yaml"),
         ("cache", "prune", "{}"),
@@ -56,3 +59,12 @@ def test_names_of_a_server_and_of_hosts_have_a_length() -> None:
     assert entries.host_name("name", "h" * 64) == "h" * 64
     with pytest.raises(ConfigError, match="name has 65 characters, but may have 64"):
         entries.host_name("name", "h" * 65)
+
+
+def test_keys_of_a_file_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPESPEC_API_KEY", "last")
+    file = tmp_path / "keys"
+    file.write_text("alice: sk-1\n\nsk-2\nsk:3=\n")
+    assert read_keys([f"@{file}", "first"]) == [
+        *(("", "first"), ("alice", "sk-1"), ("", "sk-2"), ("", "sk:3="), ("", "last")),
+    ]

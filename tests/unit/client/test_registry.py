@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
     Owner,
     RunningCluster,
+    asked_to_end,
     claim,
     clear,
     entries,
@@ -29,6 +31,7 @@ from pipespec.client.registry import (
     held,
     left,
     publish,
+    serving,
 )
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
@@ -65,11 +68,10 @@ def running(name: str = "lab", owner: Owner | None = None) -> RunningCluster:
     )
 
 
-def held_elsewhere() -> subprocess.Popen[str]:
+def held_elsewhere(stderr: int | IO[str] | None = None) -> subprocess.Popen[str]:
     """Another process that holds the name "lab" until its standard input ends."""
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+    other = subprocess.Popen([sys.executable, "-c", HOLD], **pipes, text=True)
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     return other
@@ -130,14 +132,17 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     where: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = held_elsewhere()
-    publish(running(owner=entry("lab").owner))
+    cluster = running(owner=entry("lab").owner)
+    publish(cluster)
     data = state / "lab.data"
     data.mkdir()
     for file in (data / "appendonly.aof", state / "lab.invitation", state / "lab.log"):
         file.touch()
     assert not left("lab")
+    assert not asked_to_end(cluster)
     killed.kill()
     killed.wait()
+    assert not asked_to_end(cluster)
     if where != "here":
         (state / "lab.lock").write_text(json.dumps(asdict(ELSEWHERE)))
         publish(running(owner=ELSEWHERE))
@@ -145,6 +150,9 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     assert main(["down", "lab"]) == 0
     assert capsys.readouterr().out == "lab had ended already; its files are removed.\n"
     assert [file.name for file in state.iterdir()] == ["lab.log"]
+    with serving("lab"):  # which will start it again
+        assert not asked_to_end(cluster)
+    assert asked_to_end(cluster)
     assert main(["down", "lab"]) == 2
     assert "No cluster named 'lab' is up" in capsys.readouterr().err
 
@@ -172,6 +180,46 @@ def test_what_lives_is_not_cleared(state: Path) -> None:
     assert left("lab")
     clear("lab")
     assert not left("lab")
+
+
+def test_log_is_where_the_cluster_writes_it_and_is_followed_to_its_end(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    (state / "lab.log").write_text("an earlier cluster\n")
+    log = tmp_path / "mine.log"
+    with log.open("w") as stream:
+        cluster = held_elsewhere(stream)
+    assert report(entry("lab"), 0.0)["log"] == str(log)
+    log.write_text("first\n")
+    command = [sys.executable, "-m", "pipespec", "logs", "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "first\n"
+        with log.open("a") as stream:
+            stream.write("last\n")
+        cluster.communicate("")
+        assert reader.stdout.read() == "last\n"
+    assert reader.returncode == 0
+    assert main(["logs"]) == main(["logs", "lab"]) == 0, "of one that is gone"
+    assert capsys.readouterr().out == "an earlier cluster\n" * 2
+
+
+@pytest.mark.parametrize("where", ["a pipe", "another host"])
+def test_log_that_is_not_here_is_refused_with_its_place(
+    where: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    if where == "another host":
+        publish(running(owner=ELSEWHERE))
+        expected = "go to alpha; run `pipespec logs lab` there"
+    else:
+        cluster = held_elsewhere(subprocess.PIPE)
+        expected = f"that started it (process {cluster.pid})"
+    assert main(["logs", "lab"]) == 2
+    assert expected in capsys.readouterr().err
+    if where == "a pipe":
+        cluster.communicate("")
 
 
 def test_an_entry_from_another_machine_is_taken_at_its_word(state: Path) -> None:

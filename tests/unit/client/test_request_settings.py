@@ -67,6 +67,11 @@ def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
     assert "secret" not in str(raised.value)
 
 
+def test_a_forgotten_quote_is_no_setting_of_the_cluster() -> None:
+    with pytest.raises(ConfigError, match=r"^'upon' is not a setting, .* needs quotes\.$"):
+        RequestSettings.on(running(), ["decode.max_new_tokens=2", "upon"])
+
+
 def test_settings_come_by_the_line_or_as_a_list() -> None:
     assert parse_settings(" policy=level\n\ndecode.stop=['a b']\n") == [
         "policy=level",

@@ -57,7 +57,7 @@ def test_overruns_are_shown_only_where_times_are_emulated(
 ) -> None:
     label = {**PLAIN, "emulated": emulated}
     stats = {**STATS, "hit_rate": 0.0, "overruns": 0}
-    print_statistics(Result("a", [1], None, 1, 1, "length", {**stats, **label}))
+    print_statistics(Result("a", [1], None, 1, 1, "length", {**stats, **label}), full=True)
     request = RequestResult("q", "b", [1], [2], "a", "length", 1.0, [1.0], stats)
     bench.print_figures(BenchResult([request], 1.0, 1, label))
     out, err = capsys.readouterr()
@@ -65,7 +65,19 @@ def test_overruns_are_shown_only_where_times_are_emulated(
 
 
 def test_statistics_that_ended_in_any_way(capsys: pytest.CaptureFixture[str]) -> None:
-    print_statistics(Result("a", [1], None, 1, 1, "[/red]", {**PLAIN, "a": NASTY}))
+    print_statistics(Result("a", [1], None, 1, 1, "[/red]", {**PLAIN, "a": NASTY}), full=True)
     err = capsys.readouterr().err
     assert NASTY in err
     assert "ended by [/red]" in err
+
+
+def test_an_answer_is_summarised_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    first = PLAIN | {"tokens_per_step": None, "tbt_ms": {"mean": None}, "hit_rate": 0.0}
+    more = PLAIN | {"tokens_per_step": 1.917, "tbt_ms": {"mean": 16.88}, "hit_rate": 0.75}
+    for count, stats in ((1, first), (24, more)):
+        print_statistics(Result("a", [1], None, 5, count, "length", stats))
+    assert capsys.readouterr().err == (
+        "1 tokens after 5 of the prompt, ended by length.\n"
+        "24 tokens after 5 of the prompt, ended by length: 16.9 ms per token, 1.92 tokens per "
+        "step, 75% of the tokens were accepted draft tokens.\n"
+    )

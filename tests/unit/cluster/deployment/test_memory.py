@@ -176,6 +176,13 @@ def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
         require_memory(planned("model.context=64"), [1], lambda device: 0)
 
 
+def test_setting_with_which_the_weights_fit_is_named() -> None:
+    settings = ("model.context=64", "cluster.tensor_parallel=2")  # parts of weights are copied
+    needed = 2 * required_bytes(planned(*settings, "model.dtype=bfloat16"), 1).total()
+    with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
+        require_memory(planned(*settings, "model.dtype=float32"), [1], lambda device: needed)
+
+
 def test_more_memory_than_any_machine_has_is_refused() -> None:
     deployment = replace(planned(), context=10**12)
     with pytest.raises(ConfigError, match=r"model\.context"):

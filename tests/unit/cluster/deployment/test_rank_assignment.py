@@ -24,6 +24,7 @@ def test_assignment_is_encoded_as_plain_json() -> None:
         "followers": [],
         "joined": [],
         "changes": 0,
+        "others": [],
     }
 
 
