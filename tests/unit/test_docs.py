@@ -84,6 +84,18 @@ def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor[1:] in anchors(file), f"{page_name(page)} links to {target}{anchor}"
 
 
+def test_files_of_launch_name_sections_that_exist() -> None:
+    files = [path for path in (ROOT / "launch").rglob("*") if path.is_file()]
+    named = [
+        found
+        for path in files
+        for found in re.findall(r"docs/([\w/-]+\.md)(\S*)", path.read_text())
+    ]
+    for page, anchor in named:
+        assert anchor[1:] in anchors(DOCS / page), f"launch/ names {page}{anchor}"
+    assert len(named) >= 2
+
+
 @every_page
 def test_paths_of_the_repository_exist(page: Path) -> None:
     for path in PATH.findall(page.read_text()):
