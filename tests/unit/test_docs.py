@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from pipespec.cli.main import COMMANDS
 from pipespec.config.hosts import FILE, HOST
 from pipespec.engine.formats.architectures import ARCHITECTURES
 from tests.helpers.documentation import blocks, indented_commands, pages
-from tools.docs import figures, metrics
+from tools.docs import figures, glossary, metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -224,8 +225,17 @@ def test_figures_are_those_of_the_stored_results() -> None:
     assert sorted(named) == sorted(figures.BLOCKS)
 
 
-def test_metrics_reference_is_up_to_date() -> None:
-    assert metrics.PAGE.read_text() == metrics.page(), "run python -m tools.docs.metrics"
+@pytest.mark.parametrize("tool", [glossary, metrics])
+def test_generated_page_is_up_to_date(tool: Any) -> None:
+    assert tool.PAGE.read_text() == tool.page(), f"run python -m {tool.__name__}"
+
+
+def test_glossary_has_a_word_once_and_names_metrics_that_exist() -> None:
+    entries = [entry for group in glossary.glossary().values() for entry in group]
+    words = [word for word, *_ in entries]
+    assert len(set(words)) == len(words)
+    for name in {name for *_, names in entries for name in names}:
+        assert f"`pipespec_{name}`" in metrics.PAGE.read_text(), name
 
 
 def test_architecture_describes_every_package() -> None:
