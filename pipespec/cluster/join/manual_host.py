@@ -32,11 +32,10 @@ from pipespec.system.validation import Unreadable, from_fields, read_json
 
 MODULE = "pipespec.cluster.join.manual_host"
 USAGE = f"usage: python -m {MODULE} HOSTS.yaml HOST INVITATION"
-# torchrun starts a worker again when it fails. Its own kinds of rendezvous listen on every address,
-# and unpickle what they are sent; ours does neither.
+# Its own kinds of rendezvous listen on every address, and unpickle what they are sent.
 TORCHRUN = (
-    *("torch.distributed.run", "--nnodes=1", "--rdzv-backend=pipespec", "--log-dir=/dev/null"),
-    *("--max-restarts=10", "--monitor-interval=0.2"),
+    *("-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=pipespec"),
+    *("--log-dir=/dev/null", "--max-restarts=10", "--monitor-interval=0.2"),
 )
 LOOK_S = 0.5
 
@@ -91,9 +90,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def become_torchrun(num_workers: int, argv: Sequence[str]) -> NoReturn:
-    run, *options = TORCHRUN
     workers = (f"--nproc-per-node={num_workers}", "-m", MODULE, *argv)
-    os.execv(sys.executable, [sys.executable, "-m", run, *options, *workers])
+    os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
 
 
 def await_invitation(path: Path) -> None:

@@ -7,10 +7,6 @@ from typing import Any
 
 import yaml
 
-from pipespec.cli import serve
-from pipespec.cli.main import _parser
-from pipespec.client.registry import INVITATION
-from pipespec.cluster.join import manual_host
 from pipespec.config.hosts import load_hosts
 from pipespec.server.options import ServerOptions
 from pipespec.system.folders import resource_dir
@@ -19,7 +15,6 @@ from tests.unit.test_docker import SERVICES
 
 FOLDER = resource_dir("launch") / "kubernetes"
 KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-HOSTS = FOLDER / "hosts.yaml"
 API = {"StatefulSet": "apps/v1", "Service": "v1", "PersistentVolumeClaim": "v1"}
 A_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1123, for labels of DNS
 
@@ -71,24 +66,9 @@ def test_names_that_manifests_refer_to_exist() -> None:
     assert grace >= ServerOptions(("a",)).shutdown_timeout + ENDING_S
 
 
-def test_hosts_are_the_pods_and_commands_lead_them_together() -> None:
-    hosts = load_hosts(HOSTS)
-    assert {host.name: host.address for host in hosts.hosts} == {
+def test_hosts_are_the_pods() -> None:
+    assert {host.name: host.address for host in load_hosts(FOLDER / "hosts.yaml").hosts} == {
         (pod := f"{name}-{number}"): f"{pod}.{each['serviceName']}"
         for name, each in SETS.items()
         for number in range(each["replicas"])
     }
-    head, worker = (
-        SETS[name]["template"]["spec"]["containers"][0]
-        for name in ("pipespec-head", "pipespec-worker")
-    )
-    arguments, _ = _parser().parse_known_args(head["command"][1:])
-    assert arguments.command is serve.run
-    mounted = {each["name"]: each["mountPath"] for each in worker["volumeMounts"]}
-    assert head["command"][-1] == f"cluster={mounted['hosts']}/{HOSTS.name}"
-    state = {"name": "XDG_STATE_HOME", "value": mounted["shared"]}
-    assert state in head["env"], "the invitation is on the volume that all pods share"
-    assert worker["command"] == [
-        *("python", "-m", manual_host.MODULE, f"{mounted['hosts']}/{HOSTS.name}", "$(POD)"),
-        f"{mounted['shared']}/pipespec/{hosts.name}{INVITATION}",
-    ]
