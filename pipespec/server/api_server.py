@@ -135,12 +135,15 @@ async def run_api_server(
             async with attach(running, options.patience) as client:
                 server.service = OpenAIServing(client, options, pool)
                 current = make_app(server.service)
+                history = asyncio.ensure_future(server.service.keep_history())
                 try:
                     on_ready(running)
                     await _await_end(watch, serving)
                 except (PipespecError, OutputClosedError) as error:
                     problem = error  # raised once the server has ended
                     server.service.fail_open_requests()  # no cluster answers them
+                finally:
+                    history.cancel()
                 server.should_exit = True
                 await serving
         finally:

@@ -3,15 +3,17 @@ for tokens, and monitoring."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import secrets
+from collections import deque
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -53,10 +55,24 @@ JSON = "application/json"
 # answers that of the first. `/events?request=` and `/requests/{request}/cancel` take it.
 REQUEST_NUMBER = "X-Pipespec-Request"
 MAX_AGENT = 120  # characters of a client's name for itself
+# What is kept of the past, for pages that open later: an hour.
+MOMENT_S, MAX_MOMENTS = 5.0, 720
+
+
+class Moment(NamedTuple):
+    """The counters of the cluster at a time of this process's clock, in seconds; None where it did
+    not answer."""
+
+    at: float
+    tokens: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    last_fault: str | None = None
 
 
 class OpenAIServing:
-    """Answers the requests to one server with one cluster. Between requests it keeps only metrics.
+    """Answers the requests to one server with one cluster. Between requests it keeps only metrics,
+    and `history`, what they were in the last hour.
 
     The methods that are routes raise ApiError; their docstrings are in /openapi.json.
 
@@ -72,6 +88,7 @@ class OpenAIServing:
         self.options = options
         self.queue = AdmissionQueue(options.max_queued_requests, options.max_queued_tokens)
         self.metrics = Metrics(options.names[0])
+        self.history: deque[Moment] = deque(maxlen=MAX_MOMENTS)
         self._secret = secrets.token_bytes(32)
         self._pool = pool
         self._running = client.running
@@ -269,6 +286,16 @@ class OpenAIServing:
             return await self.client.log.look()
         except Unreachable:
             return None
+
+    async def keep_history(self) -> None:
+        """Look at the cluster every `MOMENT_S`, until this is cancelled."""
+        while True:
+            moment = Moment(self.metrics.clock())
+            if (seen := await self.cluster_status()) is not None:
+                counts = (seen.totals["tokens"], seen.totals["steps"], seen.epoch, seen.last_fault)
+                moment = Moment(moment.at, *counts)
+            self.history.append(moment)
+            await asyncio.sleep(MOMENT_S)
 
     async def health(self) -> dict[str, str]:
         """Whether the cluster answers requests, and its log can be written: 200 or 503."""

@@ -1,4 +1,4 @@
-"""A host whose workers somebody starts by hand, with launch/torchrun.sh."""
+"""Hosts whose workers launch/torchrun.sh starts: by hand, under Slurm or in pods of Kubernetes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx2
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.controller.membership import Membership
+from pipespec.controller.tls_proxy import free_port
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import assert_private, family, watched
+from tests.helpers.sandbox import Sandbox
 from tests.helpers.waiting import until
 from tools.rig import cluster
 
@@ -36,6 +40,15 @@ PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32
 LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
 PATIENCE = 120
+# Programs of Slurm, pretended: a node is an address of this machine, and a step a process here.
+SLURM = {
+    "scontrol": "echo $3 | tr , '\\n'",
+    "srun": """
+while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && nodes=${1#*=}; shift; done
+trap 'kill $(jobs -p)' TERM
+for node in ${nodes//,/ }; do SLURMD_NODENAME=$node "$@" & done
+wait""",
+}
 
 
 def expected() -> list[int]:
@@ -181,3 +194,78 @@ def test_up_prints_worker_output_until_ctrl_c(environment, capfd):
     assert "here/1 rank 1: epoch 1" in said
     assert "there/0 rank 2: epoch 1" in said
     assert registry.held("hand") is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "said"), [("policy=best_first", ""), ("model.target=missing", "missing")]
+)
+def test_slurm_script_runs_a_command_and_leaves_nothing(tmp_path, setting, said):
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    folder = tmp_path / "job"
+    with Sandbox(tmp_path) as place:
+        job = place.environment | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "PIPESPEC_FOLDER": str(folder),
+            "PIPESPEC_DEVICES": "cpu,cpu",
+        }
+        ask = pipespec("generate", "--on", "slurm", "--json", "--prompt", PROMPT, *LENGTH)
+        script = ["bash", ROOT / "launch" / "slurm.sbatch"]
+        ran = place.start(setting, "--", *ask, program=script, environment=job)
+        out, err = ran.communicate(timeout=PATIENCE)
+        assert said in err and bool(said) == bool(ran.returncode), err
+        answers = [json.loads(line)["token_ids"] for line in out.splitlines() if line[0] == "{"]
+        assert answers == ([] if said else [expected()])
+        assert folder.exists() == bool(said), "its log says why"
+        assert not list(folder.rglob("*.invitation")) and place.processes() == []
+
+
+@pytest.mark.long
+def test_commands_of_the_kubernetes_pods_serve_a_model(tmp_path):
+    port = free_port([LOOPBACK])
+    (tmp_path / "api-key").write_text("a-key")
+    here = {
+        "/shared": str(tmp_path),
+        "/etc/pipespec": str(tmp_path),
+        "/run/secrets/pipespec": str(tmp_path),
+        "$(POD)": "pipespec-worker-0",
+        "pipespec-head-0.pipespec-hosts": LOOPBACK,
+        "pipespec-worker-0.pipespec-hosts": "127.0.0.2",
+        "=8000": f"={port}",
+        "=0.0.0.0": f"={LOOPBACK}",
+    }
+
+    def local(text: str) -> str:
+        for there, place in here.items():
+            text = text.replace(there, place)
+        return text
+
+    folder = ROOT / "launch" / "kubernetes"
+    (tmp_path / "hosts.yaml").write_text(local((folder / "hosts.yaml").read_text()))
+    programs = {"pipespec": pipespec(), "python": [sys.executable]}
+    with Sandbox(tmp_path) as place:
+        for name in ("workers", "head"):
+            (pod,) = yaml.safe_load((folder / f"{name}.yaml").read_text())["spec"]["template"][
+                "spec"
+            ]["containers"]
+            program, *arguments = map(local, pod["command"])
+            place.start(*arguments, program=programs[program])
+        with httpx2.Client(base_url=f"http://{LOOPBACK}:{port}", timeout=PATIENCE) as http:
+
+            def ready() -> bool:
+                with suppress(httpx2.ConnectError):
+                    return http.get("/health").status_code == 200
+                return False
+
+            until(ready, PATIENCE)
+            body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+            key = {"Authorization": "Bearer a-key"}
+            said = http.post("/v1/completions", json=body | {"return_token_ids": True}, headers=key)
+        assert said.json()["choices"][0]["token_ids"] == expected()

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from tools.docs import benchmark_tables
-from tools.docs.benchmark_tables import VLLM_MS
 from tools.docs.stored_results import ROOT, origin, result, row, source, table
 
 DOCS = ROOT / "docs"
@@ -25,70 +24,54 @@ PAGES = (
 BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
-def engines() -> str:
-    """The time of a token in each engine of `peers.json`, on one machine, the fastest first."""
-    stored = result("peers")
-    times = {each["engine"]: each["tbt_ms"]["median"] for each in stored["rows"]}
-    listed = "; ".join(
-        f"{engine} {times[engine]:.1f} ms" for engine in sorted(times, key=times.__getitem__)
-    )
-    return (
-        "Measured on one machine, time per token of a 200M target in float32, with the demo draft "
-        f"where one is used: {listed} "
-        f"({origin(stored)}: [other engines](docs/peers.md)).\n"
-    )
-
-
-def race() -> str:
-    """The time of a token over links with a delay, of `links_bfloat16.json`."""
-    stored = result("links_bfloat16")
-    said, behind, far_behind = [], [], []
-    for delay in sorted({each["delay_ms"] for each in stored["rows"]}, reverse=True):
+def results() -> str:
+    """The README's table: time per token of pipespec and of others, and what faults change."""
+    tbt, peers = result("tbt_synthetic_1b"), result("peers")
+    links, crowd = result("links_bfloat16"), result("chaos_in_flight")
+    method = {
+        name: row(tbt, data_set="all", method=name)["tbt_ms"]
+        for name in ("root", "level", "best_first")
+    }
+    one = {each["engine"]: each["tbt_ms"]["median"] for each in peers["rows"]}
+    llama, assisted = one["llama.cpp with draft"], one["Hugging Face assisted"]
+    lines = [
+        [
+            "70B over eight RTX 3090s, emulated, synthetic draft",
+            f"{method['best_first']:.0f} ms",
+            f"plain pipeline {method['root']:.0f}, one tree level per step {method['level']:.0f}",
+            f"[benchmarks](docs/benchmarks.md#time-between-tokens), {origin(tbt)}",
+        ]
+    ]
+    for delay in sorted({each["delay_ms"] for each in links["rows"]}, reverse=True):
         of = {
             each["engine"]: each["tbt_ms"]["median"]
-            for each in stored["rows"]
+            for each in links["rows"]
             if each["delay_ms"] == delay
         }
-        drafting = sorted(ms for engine, ms in of.items() if engine.startswith("llama.cpp with"))
-        said.append(
-            f"{delay:g} ms: pipespec {of['pipespec']:.0f} ms, llama.cpp over rpc-servers "
-            f"{of['llama.cpp']:.0f} ms, with its draft {drafting[0]:.0f} to {drafting[-1]:.0f} ms"
+        least, *_, most = sorted(ms for engine, ms in of.items() if "with draft" in engine)
+        lines.append(
+            [
+                f"200M over five hosts, links of {delay:g} ms",
+                f"{of['pipespec']:.0f} ms",
+                f"llama.cpp {of['llama.cpp']:.0f}, with a draft {least:.0f} to {most:.0f}",
+                f"[slow links](docs/peers.md#over-slow-links), {origin(links)}",
+            ]
         )
-        if drafting[0] < of["pipespec"]:
-            behind.append(f"{delay:g}")
-        if of["llama.cpp with draft"] < of["pipespec"]:
-            far_behind.append(f"{delay:g}")
-    if behind:
-        said[-1] += f". At {' and '.join(behind)} ms llama.cpp with its best draft is faster"
-    if far_behind:
-        said[-1] += f", at {' and '.join(far_behind)} ms with its default one too"
-    (dtype,) = re.findall("float32|bfloat16", stored["title"])
-    return (
-        "Measured over links with a delay between five hosts, namespaces of one machine, time per "
-        f"token of a 200M target in {dtype}. One way {'; '.join(said)} "
-        f"({origin(stored)}: [the race](docs/peers.md#over-slow-links)).\n"
-    )
-
-
-def emulated() -> str:
-    """Time between tokens of the methods, on the emulated cluster of eight RTX 3090s."""
-    drafts = {
-        "SYNTHETIC, as accurate as a 1B (top-1 .74 ASSUMED)": "tbt_synthetic_1b",
-        "the demo pair's own": "tbt",
-    }
-    rows = []
-    for draft, name in drafts.items():
-        stored = result(name)
-        cells = []
-        over_vllm = VLLM_MS / row(stored, data_set="all", method="best_first")["tbt_ms"]
-        for method in ("root", "static_tree", "level", "best_first"):
-            found = row(stored, data_set="all", method=method)
-            cells.append(f"{found['tbt_ms']:.0f} ms ({found['speed_up']:.2f}×)")
-        rows.append([draft, *cells, f"{over_vllm:.2f}×", source(name)])
-    headings = ["draft", "plain pipeline (`root`)", "as SpecInfer (`static_tree`)"]
-    headings += ["as PipeDec (`level`)", "pipespec (`best_first`)"]
-    headings += ["pipespec over vLLM's 181.4 ms (Fig. 11)", "from `benchmarks/results/`"]
-    return table(headings, rows)
+    lines += [
+        [
+            "200M on one machine",
+            f"{one['pipespec best_first, 1 stage']:.1f} ms",
+            f"llama.cpp with draft {llama:.1f}, Hugging Face assisted {assisted:.1f}",
+            f"[other engines](docs/peers.md#measured), {origin(peers)}",
+        ],
+        [
+            f"{len(crowd['faults'])} faults of 14 kinds",
+            f"{crowd['texts_differ']} texts differ",
+            f"{crowd['requests_lost']} of {crowd['requests_finished']} requests lost",
+            f"[faults](docs/faults.md), {origin(crowd)}",
+        ],
+    ]
+    return table(["case", "pipespec, per token", "beside it", "from"], lines)
 
 
 def measured() -> str:
@@ -149,9 +132,7 @@ def measured() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    "engines": engines,
-    "race": race,
-    "emulated": emulated,
+    "results": results,
     "measured": measured,
     **benchmark_tables.BLOCKS,
 }

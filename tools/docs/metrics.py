@@ -21,7 +21,8 @@ HEAD = """\
 `GET /metrics` of `pipespec serve` exports these in Prometheus' text format. Every metric has the
 labels `model_name` and `engine` besides those listed. Where the last column says *yes* the metric
 is also exported under vLLM's prefix, `vllm:` in place of `pipespec_`, so that dashboards for vLLM
-work. [Monitoring](monitoring.md) says what to watch and how to read them.
+work. [Monitoring](monitoring.md) says what to watch and how to read them, the
+[glossary](statistics.md) what the words mean.
 """
 
 

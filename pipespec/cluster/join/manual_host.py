@@ -1,6 +1,5 @@
-"""A worker of a host that is started by hand, not over SSH: `launch/torchrun.sh` runs this.
-
-    torchrun --nproc-per-node=N -m pipespec.cluster.join.manual_host HOSTS.yaml HOST INVITATION
+"""The workers of a host that is started by hand, Slurm or Kubernetes, not over SSH:
+`launch/torchrun.sh` runs this, which becomes torchrun, which runs this again for each worker.
 
 `pipespec up` writes the invitation: the URL of the cluster's Redis, and the settings. Any process
 that has it can join, so only this user may read it.
@@ -18,18 +17,27 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from mmap import mmap
 from pathlib import Path
+from typing import NoReturn
 
 from pipespec.cluster.processes.agent import check_version, choose_interface
 from pipespec.cluster.processes.torchrun import WORKER
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.controller.membership import Membership
-from pipespec.errors import ConfigError, ControllerError, PipespecError
+from pipespec.errors import ConfigError, ControllerError, PipespecError, print_error
 from pipespec.system import liveness
 from pipespec.system.exit_codes import exit_code_of
+from pipespec.system.files import write_atomically
 from pipespec.system.process_identity import die_with_parent
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
-USAGE = "usage: python -m pipespec.cluster.join.manual_host [--count] HOSTS.yaml HOST [INVITATION]"
+MODULE = "pipespec.cluster.join.manual_host"
+USAGE = f"usage: python -m {MODULE} HOSTS.yaml HOST INVITATION"
+# Its own kinds of rendezvous listen on every address, and unpickle what they are sent.
+TORCHRUN = (
+    *("-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=pipespec"),
+    *("--log-dir=/dev/null", "--max-restarts=10", "--monitor-interval=0.2"),
+)
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,7 @@ class Invitation:
     version: str
 
     def write(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+        write_atomically(path, json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> Invitation:
@@ -60,28 +66,40 @@ class Invitation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how many workers a host has, or run one of them; returns the exit code."""
-    counting = argv[:1] == ["--count"]
-    arguments = argv[1:] if counting else argv
-    if len(arguments) != (2 if counting else 3):
+    """Become torchrun with the workers of a host, or be one of them; returns the exit code."""
+    if len(argv) != 3:
         raise ConfigError(USAGE)
-    hosts_file = load_hosts(arguments[0])
-    host = host_of(hosts_file, arguments[0], arguments[1])
-    if counting:
-        print(len(host.devices))
-        return 0
-    invitation = Invitation.read(Path(arguments[2]))
-    worker = os.environ[WORKER] = host.workers[int(os.environ["LOCAL_RANK"])]
+    path, name, file = argv
+    hosts_file = load_hosts(path)
+    host = host_of(hosts_file, path, name)
+    if (number := os.environ.get("LOCAL_RANK")) is None:
+        await_invitation(Path(file))
+        become_torchrun(len(host.devices), argv)
+    invitation = Invitation.read(Path(file))
+    worker = os.environ[WORKER] = host.workers[int(number)]
     watch_this_process()
     try:
         check_version(invitation.version)
-        join_cluster(arguments[0], hosts_file, host, invitation)
+        join_cluster(path, hosts_file, host, invitation)
     except PipespecError as error:
         url, namespace = invitation.url, invitation.namespace
         with suppress(ControllerError), Membership(url, namespace) as shared:
             shared.report_failed_start(worker, str(error))
         raise
     return 0
+
+
+def become_torchrun(num_workers: int, argv: Sequence[str]) -> NoReturn:
+    workers = (f"--nproc-per-node={num_workers}", "-m", MODULE, *argv)
+    os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
+
+
+def await_invitation(path: Path) -> None:
+    """Hosts of a job start at the same time, so the first one may write it later."""
+    if not path.exists():
+        print_error(f"{path} is not there yet; waiting for `pipespec up` to write it")
+    while not path.exists():
+        time.sleep(LOOK_S)
 
 
 def watch_this_process() -> None:

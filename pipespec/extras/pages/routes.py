@@ -1,9 +1,10 @@
 """The dashboard and the chat page: static files, which hold no data of a cluster, and a stream of
 server-sent events for each page of the dashboard.
 
-An event "snapshot" comes once a second, with the metrics of /metrics and the unfinished requests;
-an event "steps" has the head's steps since the last one, and the tree of the request that the page
-shows. Each page has a Redis connection of its own, and the server keeps no state for it.
+An event "history" comes first, with the last hour; "snapshot" once a second, with the metrics of
+/metrics and the unfinished requests; "steps" has the head's steps since the last one, and the tree
+of the request that the page shows. Each page has a Redis connection of its own, and the server
+keeps no state for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from functools import lru_cache
@@ -33,7 +34,7 @@ from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError
 from pipespec.server.app import MAX_REQUEST
 from pipespec.server.dialect import Dialect
-from pipespec.server.openai_serving import OpenAIServing
+from pipespec.server.openai_serving import Moment, OpenAIServing
 from pipespec.server.reply_format import sse
 from pipespec.server.response_stream import EventStream
 from pipespec.text import token_text
@@ -117,6 +118,7 @@ class Dashboard:
         watch = self._client.watch(request)
         self._num_pages += 1
         try:
+            yield sse(history_event(self._serving.history, time.monotonic()), "history")
             while not self._serving.ending:
                 if running is not self._client.running:  # the name belongs to another cluster now
                     await watch.close()
@@ -184,6 +186,17 @@ def group_of_ranks(num_ranks: int, overrides: tuple[str, ...]) -> tuple[int, ...
     stages = num_ranks - 1  # which do not change in a cluster with groups
     (cluster,) = compose_sections(("cluster",), [f"cluster.stages={stages}", *groups])
     return Layout(stages, cluster.group_sizes).group_of if cluster.group_sizes else ()
+
+
+def history_event(moments: Iterable[Moment], now: float) -> dict[str, Any]:
+    """The data of an event "history": the time now, and the moments, each with its fault only where
+    that is another than before."""
+    rows: list[list[Any]] = []
+    before = None
+    for *counts, fault in moments:
+        rows.append([*counts, fault if fault != before else None])
+        before = fault or before
+    return {"at": now, "moments": rows}
 
 
 def steps_event(

@@ -154,8 +154,8 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
     assert len(derived) > 8
     for name, shown in derived:
         kind, _, part = name.partition("/")
-        if kind == "tokens-per-step":
-            value = told["decided_tokens_total", labels({})] / told["steps_total", labels({})]
+        if part.endswith("_total"):
+            value = told[kind, labels({})] / told[part, labels({})]
         elif kind == "hit-rate":
             depth = labels({"depth": part})
             value = told.get(("draft_hits_total", depth), 0) / told["draft_rows_total", depth]
@@ -373,22 +373,42 @@ def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> 
     view.close()
 
 
-def test_charts_without_data_show_no_axes(browser: Any, server: Server) -> None:
-    context = browser.new_context()
-    page = context.new_page()
-    page.route("**/events", lambda route: route.abort())
-    page.goto(server.url)
-    page.get_by_text("no answer; trying again").wait_for()
-    assert not page.locator(".chart").first.is_visible()
-    assert "--" not in page.inner_text("main") and "No step yet." in page.inner_text("main")
-    context.close()
+def test_page_shows_no_empty_cards_and_explains_its_words(view: View) -> None:
+    view.page.route("**/events*", lambda route: route.abort())
+    view.page.reload()
+    view.page.get_by_text("no answer; trying again").wait_for()
+    assert not view.page.is_visible("main")
+    telling(view, snapshot([0, 1, 1]))
+    view.page.locator("#tiles").wait_for()
+    cards = view.page.locator("main section:visible h2").all_inner_texts()
+    assert cards == ["Now", "Stages and links", "Open requests", "Tree of draft tokens"]
+    words = "#tiles dt, #stages b, .legend .entry, #hits thead th"
+    titles = "(all) => all.map(({ textContent, title }) => [textContent, title])"
+    explained = view.page.locator(words).evaluate_all(titles)
+    assert len(explained) > 25 and [word for word, title in explained if not title] == []
+
+
+def test_page_shows_what_happened_before_it_was_opened(view: View) -> None:
+    # Every five seconds ten tokens in four steps; then the cluster is away, and a new epoch begins.
+    moments = [[5 * n, 10 * n, 4 * n, 1, None if n else "old"] for n in range(200)]
+    moments += [[1000, *[None] * 4], [1005, 2000, 800, 2, "epoch 1 ended: new"]]
+    telling(view, ("history", {"at": 1200, "moments": moments}), snapshot([]))
+    view.page.reload()
+    view.page.locator("#log li").first.wait_for()
+    said = ("Ended: epoch 1 ended: new", "Epoch 2 began.", "answers.", "does not answer.")
+    shown = view.page.locator("#log li").all_inner_texts()[1:]
+    assert [line.endswith(end) for line, end in zip(shown, said, strict=True)] == 4 * [True]
+    for chart, value in (("speed", "2.0 at "), ("gain", "2.50 at ")):
+        view.page.locator(f"#{chart}").hover(position={"x": 300, "y": 40})
+        assert view.text(f"#{chart}-value").startswith(value)
 
 
 def test_hostile_names_and_texts_stay_text(place: Sandbox, browser: Any) -> None:
-    hostile = '<img src=x onerror="window.hacked = 1">\u202eevil'
+    name = '<img src=x onerror="window.hacked = 1">'
+    hostile = f"{name}\u202eevil"  # which the server refuses in its own name
     keys = ("--api-key", KEY, "--api-key", "other")
     arguments = ("--on", NAME, *keys, "--limit", "shutdown_timeout=0")
-    with serving(place, *arguments, model=hostile) as server:
+    with serving(place, *arguments, model=name) as server:
         view = View(browser, server.url)
         with Asking(server, 1, prompt=hostile):
             view.page.wait_for_selector("#requests .watch").click()
@@ -399,7 +419,7 @@ def test_hostile_names_and_texts_stay_text(place: Sandbox, browser: Any) -> None
             refused = httpx2.get(path, headers={"X-Api-Key": "other"})
             assert refused.status_code == 404
             assert f"no open request {request} with your API key" in refused.text
-            assert view.text("#model") == hostile
+            assert view.text("#model") == name
             assert view.page.locator("main img, main script, header img").count() == 0
             assert view.page.evaluate("window.hacked === undefined")
         view.close()

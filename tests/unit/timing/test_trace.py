@@ -6,6 +6,7 @@ from pipespec.controller.verdict_exchange import pack_verdicts, unpack_verdicts
 from pipespec.core import Verdict
 from pipespec.timing.stats import summarise
 from pipespec.timing.trace import Timeline, write_chrome_trace
+from tools.docs.glossary import glossary
 
 
 class Ticks:
@@ -85,6 +86,10 @@ def test_statistics_of_a_request():
     other = stage | {"rank": 2, "experts": [(4, 24.0)]}
     stats = summarise(0, [stage | {"rank": 1}, head])
     assert summarise(0, [stage | {"rank": 1}, other, head])["experts_read"] == [(1, 8), (3.5, 22)]
+    documented = {
+        name for group in glossary().values() for _, _, names, _ in group for name in names
+    }
+    assert documented == {*stats, "emulated", "synthetic", "lossy", "seed"}
     assert stats["ttft_ms"] == 20
     assert stats["tbt_ms"]["mean"] == 10
     assert stats["tbt_ms"]["p50"] == 10

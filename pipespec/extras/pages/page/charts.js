@@ -1,4 +1,4 @@
-// What happened over time.
+// What happened in the last hour.
 
 import uPlot from "./uplot/uPlot.esm.js";
 import { byId, write } from "./dom.js";
@@ -23,12 +23,13 @@ export class Charts {
     new ResizeObserver(() => this.#fit()).observe(byId("speed"));
   }
 
-  update() {
+  /** `pipelineSteps`: in how many steps a token of a plain pipeline is decided; 0: not known. */
+  update(pipelineSteps) {
     for (const { plot, id, name, digits } of this.#plots) {
       const values = this.history[name];
-      plot.setData([this.history.time, values]);
-      byId(id).hidden = !values.some((value) => value !== null);
-      byId(`${id}-none`).hidden = !byId(id).hidden;
+      const plain = id === "gain" && pipelineSteps ? 1 / pipelineSteps : null;
+      plot.setData([this.history.time, values, values.map(() => plain)]);
+      byId(`${id}-card`).hidden = !values.some((value) => value !== null);
       this.#read(plot, id, digits);
     }
     this.#fit();
@@ -46,7 +47,7 @@ export class Charts {
 
   #draw() {
     const style = getComputedStyle(document.documentElement);
-    const [ink, line, colour] = ["--soft", "--line", "--decided"].map((name) =>
+    const [ink, line, colour, other] = ["--soft", "--line", "--decided", "--draft"].map((name) =>
       style.getPropertyValue(name).trim(),
     );
     for (const { plot } of this.#plots) plot.destroy();
@@ -63,12 +64,17 @@ export class Charts {
           x: { range: (_, least, most) => [Math.min(least, most - SHORTEST_S), most] },
           y: { range: (_, least, most) => [0, Math.max(most ?? 0, 0.5) * 1.1] },
         },
-        series: [{}, { stroke: colour, width: 2, fill: `${colour}22`, points: { show: false } }],
+        series: [
+          {},
+          { stroke: colour, width: 2, fill: `${colour}22`, points: { show: false } },
+          { stroke: other, width: 1, dash: [6, 4], points: { show: false } },
+        ],
         cursor: { drag: { x: false, y: false }, y: false },
         legend: { show: false },
         hooks: { setCursor: [(plot) => this.#read(plot, id, digits)] },
       };
-      const plot = new uPlot(options, [this.history.time, this.history[name]], byId(id));
+      const { time, [name]: values } = this.history;
+      const plot = new uPlot(options, [time, values, values.map(() => null)], byId(id));
       return { plot, id, name, digits };
     });
   }

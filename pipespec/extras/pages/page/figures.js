@@ -48,42 +48,41 @@ export class Figures {
   }
 }
 
-/** How counters rose, for as long as the page is open. */
+/** How counters rose in the last hour. */
 export class History {
-  static LENGTH = 300;
+  static KEPT_S = 3600;
   // The head tells of itself once a second, not when we ask; so rates are over some seconds.
   static WINDOW_S = 4;
 
   constructor() {
+    this.clear();
+  }
+
+  clear() {
     this.moments = [];
     this.time = [];
     this.tokensPerSecond = [];
     this.tokensPerStep = [];
   }
 
-  add(figures) {
-    const tokens = figures.value("decided_tokens_total");
-    const steps = figures.value("steps_total");
-    const now = { at: figures.at, tokens, steps };
+  /** `at` is the server's clock and `time` the one of people, in seconds; null: not known. */
+  add(at, time, tokens, steps) {
     const last = this.moments.at(-1);
     // A cluster that is another counts from the beginning, and a server that is another has
     // another clock.
-    if (last && (now.at < last.at || tokens === null || tokens < last.tokens)) this.moments = [];
-    if (tokens !== null) this.moments.push(now);
-    while (this.moments.length > 2 && now.at - this.moments[1].at >= History.WINDOW_S) {
+    if (last && (at < last.at || tokens === null || tokens < last.tokens)) this.moments = [];
+    if (tokens !== null) this.moments.push({ at, tokens, steps });
+    while (this.moments.length > 2 && at - this.moments[1].at >= History.WINDOW_S) {
       this.moments.shift();
     }
     const [first] = this.moments;
     const known = this.moments.length > 1;
     const rose = known ? tokens - first.tokens : null;
-    const columns = [
-      [this.time, Date.now() / 1000],
-      [this.tokensPerSecond, known ? rose / (now.at - first.at) : null],
-      [this.tokensPerStep, known && steps > first.steps ? rose / (steps - first.steps) : null],
-    ];
-    for (const [column, value] of columns) {
-      column.push(value);
-      if (column.length > History.LENGTH) column.shift();
+    this.time.push(time);
+    this.tokensPerSecond.push(known ? rose / (at - first.at) : null);
+    this.tokensPerStep.push(known && steps > first.steps ? rose / (steps - first.steps) : null);
+    while (this.time[0] < time - History.KEPT_S) {
+      for (const column of [this.time, this.tokensPerSecond, this.tokensPerStep]) column.shift();
     }
   }
 }

@@ -2,6 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { byId, make, write } from "./dom.js";
+import { explain } from "./glossary.js";
 import { Figures, History } from "./figures.js";
 import { Panels } from "./panels.js";
 import { Requests } from "./requests.js";
@@ -33,10 +34,21 @@ let [due, held, frames, lastSteps] = [false, false, 0, 0];
 let known = { epoch: null, up: null, fault: null };
 
 function hear(name, data) {
-  if (name === "snapshot") {
+  const now = Date.now() / 1000;
+  if (name === "history") {
+    history.clear();
+    byId("log").replaceChildren();
+    known = { epoch: null, up: null, fault: null };
+    for (const [at, tokens, steps, epoch, fault] of data.moments) {
+      const time = now - (data.at - at);
+      history.add(at, time, tokens, steps);
+      log(epoch, fault, time);
+    }
+  } else if (name === "snapshot") {
     news.snapshot = data;
-    history.add(new Figures(data));
-    log(data);
+    const figures = new Figures(data);
+    history.add(data.at, now, figures.value("decided_tokens_total"), figures.value("steps_total"));
+    log(figures.value("epoch"), data.last_fault, now);
   } else {
     news.steps.push(...data.steps);
     news.steps.splice(0, news.steps.length - STEPS);
@@ -70,9 +82,12 @@ function render() {
     write(byId("model"), snapshot.model);
     write(byId("labels"), labels.filter(Boolean).join(", "));
     panels.groupOf = tree.groupOf = snapshot.group_of;
-    panels.figures(new Figures(snapshot));
+    document.querySelector("main").hidden = false;
+    const figures = new Figures(snapshot);
+    panels.figures(figures);
     requests.show(snapshot.requests);
-    charts.update();
+    byId("tree-card").hidden = !snapshot.requests.length && requests.watched === null;
+    charts.update(panels.pipelineSteps);
     const { watched } = requests;
     if (watched !== null && !snapshot.requests.some(({ request }) => request === watched)) {
       if (tree.request === watched) write(byId("tree-words"), `Request ${watched} has ended.`);
@@ -109,28 +124,27 @@ function connection(word, lost) {
   if (!lost) keyForm.hide();
 }
 
-/** What is new of epochs and faults. */
-function log(snapshot) {
-  const figures = new Figures(snapshot);
-  const [epoch, up] = [figures.value("epoch"), figures.value("cluster_up")];
+/** What is new of epochs and faults at a time; an epoch of null: the cluster does not answer. */
+function log(epoch, fault, time) {
   const said = [];
+  const up = epoch !== null;
   if (known.up !== null && up !== known.up) {
     said.push(up ? "The cluster answers." : "The cluster does not answer.");
   }
+  known.up = up;
   if (up) {
+    const isNewFault = fault !== null && fault !== known.fault;
     if (known.epoch !== null && epoch !== known.epoch) said.push(`Epoch ${epoch} began.`);
-    const fault = snapshot.last_fault;
-    if (known.epoch !== null && fault && fault !== known.fault) said.push(`Ended: ${fault}`);
-    known = { epoch, up, fault };
-  } else {
-    known.up = up;
+    if (known.epoch !== null && isNewFault) said.push(`Ended: ${fault}`);
+    known = { epoch, up, fault: fault ?? known.fault };
   }
+  const when = new Date(1000 * time);
   for (const sentence of said) {
-    const now = new Date();
-    const time = make("time", { datetime: now.toISOString() }, now.toLocaleTimeString());
-    byId("log").prepend(make("li", {}, time, sentence));
+    const shown = make("time", { datetime: when.toISOString() }, when.toLocaleTimeString());
+    byId("log").prepend(make("li", {}, shown, sentence));
   }
   while (byId("log").children.length > LOGGED) byId("log").lastChild.remove();
+  byId("log-card").hidden = !byId("log").children.length;
 }
 
 byId("pause").addEventListener("click", ({ currentTarget }) => {
@@ -139,4 +153,5 @@ byId("pause").addEventListener("click", ({ currentTarget }) => {
   renderSoon();
 });
 byId("unwatch").addEventListener("click", () => watch(null));
+explain(document.body);
 stream.open();

@@ -1,6 +1,7 @@
 // The parts of the page that show figures: tiles, stages and links, latency, hit rates, faults.
 
 import { byId, count, decimal, figure, keep, make, refresh, seconds, share, show, write } from "./dom.js";
+import { explain } from "./glossary.js";
 
 const TILES = [
   ["decoding", "num_requests_running"],
@@ -31,8 +32,8 @@ export class Panels {
     for (const [name, ...what] of TILES) {
       byId("tiles").append(make("div", {}, make("dt", {}, name), figure("dd", ...what)));
     }
-    this.gain = make("dd", { "data-derived": "tokens-per-step" });
-    byId("tiles").append(make("div", {}, make("dt", {}, "tokens per step"), this.gain));
+    const gain = make("dd", { "data-derived": "decided_tokens_total/steps_total" });
+    byId("tiles").append(make("div", {}, make("dt", {}, "tokens per step"), gain));
     for (const [name, histogram] of LATENCIES) {
       const cells = SHARES.map((each) => make("td", { "data-derived": `${histogram}/${each}` }));
       const row = make("tr", {}, make("th", { scope: "row" }, name), ...cells);
@@ -44,13 +45,22 @@ export class Panels {
     this.groupOf = []; // the step of the pipeline of each rank; empty: every stage is a step
   }
 
+  /** In how many steps a batch passes all stages. */
+  get pipelineSteps() {
+    return this.groupOf.at(-1) ?? this.stages.size - 1;
+  }
+
   /** Figures have come. */
   figures(figures) {
     this.#stages(figures);
     this.#hits(figures);
     keep(byId("faults"), figures.all("faults_total").map(([{ kind }]) => kind), fault);
     for (const name of ["tiles", "stages", "latency", "hits", "faults"]) refresh(byId(name), figures);
-    show(this.gain, figures.ratio("decided_tokens_total", "steps_total"), decimal);
+    for (const each of document.querySelectorAll("[data-derived$='_total']")) {
+      show(each, figures.ratio(...each.dataset.derived.split("/")), decimal);
+    }
+    for (const name of ["stages", "faults"]) byId(`${name}-card`).hidden = !byId(name).children.length;
+    byId("latency-card").hidden = !figures.value("time_to_first_token_seconds_count");
     for (const cell of document.querySelectorAll("#latency [data-derived]")) {
       const [name, part] = cell.dataset.derived.split("/");
       show(cell, figures.quantile(name, Number(part)), seconds);
@@ -100,8 +110,7 @@ export class Panels {
       .map(([{ depth }]) => depth)
       .filter((depth) => Number(depth) <= DEEPEST);
     const rows = keep(byId("hits").tBodies[0], depths, hit);
-    byId("hits").hidden = !depths.length;
-    byId("no-hits").hidden = depths.length > 0;
+    byId("hits-card").hidden = !depths.length;
     for (const [depth, row] of rows) {
       const fed = figures.value("draft_rows_total", { depth });
       const rate = fed ? (figures.value("draft_hits_total", { depth }) ?? 0) / fed : null;
@@ -113,18 +122,23 @@ export class Panels {
 
 function stage(rank) {
   const head = rank === "0";
-  const card = make("li", {}, make("b", {}, head ? "Head" : `Stage ${rank}`));
+  const [name, word] = head ? ["Head", "head"] : [`Stage ${rank}`, "stage"];
+  const card = make("li", {}, make("b", { "data-word": word }, name));
   card.append(make("small", { class: "where" }));
-  if (head) return card;
+  if (head) {
+    const rounds = make("span", { "data-derived": "spec_decode_num_drafts_total/steps_total" });
+    card.append(make("small", { "data-word": "draft rounds" }, rounds, " draft rounds per step"));
+    return explain(card);
+  }
   const busy = figure("span", "stage_busy_share", share, { stage: rank });
   card.append(
-    make("small", {}, "busy ", busy),
+    make("small", { "data-word": "busy" }, "busy ", busy),
     make("div", { class: "bar" }, make("span", { class: "busy" })),
     make("div", { class: "bar rows" }, ...KINDS.map((kind) => make("span", { class: kind }))),
     make("small", { class: "words" }),
-    make("small", { class: "link" }),
+    make("small", { class: "link", "data-word": "link" }),
   );
-  return card;
+  return explain(card);
 }
 
 function hit(depth) {
@@ -141,5 +155,5 @@ function hit(depth) {
 
 function fault(kind) {
   const words = make("dt", {}, kind.replaceAll("_", " "));
-  return make("div", {}, words, figure("dd", "faults_total", count, { kind }));
+  return explain(make("div", {}, words, figure("dd", "faults_total", count, { kind })));
 }

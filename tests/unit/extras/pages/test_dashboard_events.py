@@ -20,10 +20,17 @@ from pipespec.controller.cluster_status import (
     unfinished_commands,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.extras.pages.routes import Dashboard, StepEntry, group_of_ranks, steps_event
+from pipespec.extras.pages.routes import (
+    Dashboard,
+    StepEntry,
+    group_of_ranks,
+    history_event,
+    steps_event,
+)
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.app import make_loading_app
 from pipespec.server.metrics import Metrics
+from pipespec.server.openai_serving import Moment
 from pipespec.server.options import ServerOptions
 from pipespec.server.response_stream import RequestOrigin
 from tests.unit.server.test_metrics import COMPUTING, COUNTS, LABELS, PAST, STATE
@@ -124,6 +131,20 @@ def test_steps_event_has_the_newest_tree_and_all_accepted_tokens() -> None:
         "accepted_texts": ["<1>", "<2>", "<3>"],
     }
     assert steps_event(came, None, str)["tree"] is None
+
+
+def test_history_event_has_a_fault_once() -> None:
+    faulty = (9, 3, 2, "x")
+    moments = [Moment(1.0, 4, 2, 1), Moment(6.0), Moment(11.0, *faulty), Moment(16.0, *faulty)]
+    assert json.loads(json.dumps(history_event(moments, 17.5))) == {
+        "at": 17.5,
+        "moments": [
+            [1.0, 4, 2, 1, None],
+            [6.0, None, None, None, None],
+            [11.0, 9, 3, 2, "x"],
+            [16.0, 9, 3, 2, None],
+        ],
+    }
 
 
 def stream(digest: bytes, *numbers: int, agent: str = "") -> SimpleNamespace:

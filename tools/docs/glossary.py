@@ -1,0 +1,57 @@
+"""Write docs/statistics.md from the dashboard's own glossary.
+
+python -m tools.docs.glossary
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tools.docs.stored_results import ROOT, table
+
+SOURCE = ROOT / "pipespec" / "extras" / "pages" / "page" / "glossary.js"
+PAGE = ROOT / "docs" / "statistics.md"
+HEAD = """\
+# Glossary
+
+<!-- Written by `python -m tools.docs.glossary` from pipespec/extras/pages/page/glossary.js. -->
+
+The words of the [dashboard](serving.md#dashboard), which shows these meanings by a hover, and the
+names by which [statistics](#statistics) and [metrics](metrics.md) have them.
+"""
+TAIL = """
+## Statistics
+
+`pipespec generate` prints a line with the main ones; `generate --stats` and `bench` print all, with
+`--json` as one object; the
+[Python API](python-api.md) returns them with each output. Text goes to standard output, statistics
+to standard error. `trace=FILE.json` writes what each rank did and when, with the rows of each stage
+by kind, for <https://ui.perfetto.dev>.
+
+[Architecture](architecture.md#terms) has the words of the code.
+"""
+Entry = tuple[str, str, list[str], list[str]]
+
+
+def glossary() -> dict[str, list[Entry]]:
+    """The groups of words: of each the meaning, and its names in statistics and metrics."""
+    (found,) = re.findall(r"^const GLOSSARY = (\{.*?^\});$", SOURCE.read_text(), re.M | re.S)
+    found = re.sub(r"^  (\w+):", r'"\1":', found, flags=re.M)
+    return json.loads(re.sub(r",(\s*[\]}])", r"\1", found))  # type: ignore[no-any-return]
+
+
+def page() -> str:
+    """The text of docs/statistics.md."""
+    text = HEAD
+    for title, words in glossary().items():
+        rows = [
+            [word, meaning, *(", ".join(f"`{name}`" for name in names) for names in lists)]
+            for word, meaning, *lists in words
+        ]
+        text += f"\n## {title}\n\n" + table(("word", "meaning", "statistic", "metric"), rows)
+    return text + TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
