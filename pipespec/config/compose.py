@@ -35,7 +35,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     no other file. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
     sections = dict(zip(names, compose_sections(names, overrides), strict=True))
-    return Config(**sections, chosen=_chosen(with_files(overrides)))
+    return Config(**sections, chosen=chosen_in(overrides))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
@@ -54,9 +54,10 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
         ) from error
 
 
-def _chosen(texts: Sequence[str]) -> tuple[str, ...]:
+def chosen_in(overrides: Sequence[str]) -> tuple[str, ...]:
     """The settings that a target of the user's own decides; the defaults are the demo pair's."""
-    given, found = {text.partition("=")[0] for text in texts}, list[str]()
+    given = {text.partition("=")[0] for text in with_files(overrides)}
+    found = list[str]()
     if "model.target" in given:
         if not given & {"cluster.stages", "cluster.hosts", "emulate"}:
             found.append("cluster.stages")
@@ -69,7 +70,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
-    names, chosen_here = default_choices(), _chosen(texts)
+    names, chosen_here = default_choices(), chosen_in(overrides)
     if any(text.startswith("model.target=") for text in texts):
         names["model"] = "custom"
     names |= {"proposer": "suffix"} if "proposer" in chosen_here else {}

@@ -271,7 +271,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     if plain:
         check_floats(path, tensors)
     try:
-        config = read_config(files)
+        config = read_config(files, files.raw)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     check_count(path, raw, tensors, config.num_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,14 @@ class StoredConfig(ModelFacts):
     usual_eos: int | list[int] | None
 
 
-def read_config(files: StoredFiles) -> StoredConfig:
-    """The config as Transformers reads it; cached, as importing Transformers takes seconds."""
+def read_config(files: StoredFiles, raw: Mapping[str, Any]) -> StoredConfig:
+    """The config as Transformers reads it from `raw`; cached, as importing Transformers takes
+    seconds."""
     settings = files.path / "tokenizer_config.json"
     claimed = read_json(settings).get("model_max_length") if settings.is_file() else None
     claimed = claimed if type(claimed) is int else None
     depends = {
-        "config": files.raw,
+        "config": raw,
         "claimed": claimed,
         "transformers": importlib.metadata.version("transformers"),
         "form": FORM,

@@ -14,14 +14,14 @@ from typing import Any
 
 from pipespec.client import answers
 from pipespec.client.request_settings import group
-from pipespec.config.compose import compose_sections
+from pipespec.config.compose import chosen_in, compose_sections
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import started
 
-POLICY, REQUEST_POLICIES = "policy", "request_policies"
+POLICY, NO_SECTIONS = "policy", ("request_policies", "chosen")
 # A comma that stands in no list.
 BETWEEN = re.compile(r",(?![^\[]*\])")
 COPIED = ("mean_tbt_ms", "hit_rate", "rows_per_step", "overruns")
@@ -56,14 +56,14 @@ def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
 
     Raises ConfigError.
     """
-    names = [entry.name for entry in fields(Config) if entry.name != REQUEST_POLICIES]
+    names = [entry.name for entry in fields(Config) if entry.name not in NO_SECTIONS]
     sections = compose_sections(names, [*settings, *parts(policies[0])])
     first = dict(zip(names, sections, strict=True))
     request_policies = {policies[0]: first[POLICY]}
     for policy in policies[1:]:
         (request_policies[policy],) = compose_sections((POLICY,), [*settings, *parts(policy)])
     # One of them alone may not allow what the others do, such as proposer.overlap=no.
-    return Config(**first, request_policies=request_policies)
+    return Config(**first, request_policies=request_policies, chosen=chosen_in(settings))
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ def count(name: str, raw: Mapping[str, Any]) -> ModelShape:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(raw))
         try:
-            stored, config = read_config(files := open_files(path)), files.config()
+            stored = read_config(files := open_files(path), text_config(raw))
+            config = files.config()
         except ModelError as error:
             raise ModelError(str(error).replace(str(path / "config.json"), name)) from error
     if getattr(config, "quantization_config", None) is not None:
