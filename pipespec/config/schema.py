@@ -62,8 +62,9 @@ class ClusterConfig:
         experimental=True,
     )
     sync: str = setting(
-        "lockstep",
-        "lockstep sends a batch when the verdict of its step is known; free does not wait for it.",
+        "free",
+        "free lets the head decide how many batches are in flight; lockstep has one for each "
+        "stage, all of which wait for each verdict.",
         choices=SYNCS,
         experimental=True,
     )

@@ -26,6 +26,8 @@ from pipespec.timing.batch_times import unpack as unpack_times
 
 # More open steps than this are a bug (a rank completes nothing), not a deep pipeline.
 MAX_OPEN_STEPS = 1024
+# Blocking pops under way.
+POPS = 32
 # How often a waiting rank checks whether an earlier command of its own was refused.
 LOOK_S = 0.5
 # How long the ready lists of an old epoch keep the entry that ends its ranks.
@@ -85,7 +87,7 @@ class Controller(RequestLog):
         )
         self._announcements = RedisConnection(url)
         self._spins = spins
-        self._pop_pending = False
+        self._pops = 0
         self._cancelled: set[int] = set()
         # Whether the queue may hold a request, and whether it was empty and closed when the head
         # read it last. A new epoch begins without a notification, so the head reads once.
@@ -299,9 +301,10 @@ class Controller(RequestLog):
         return self._ready.pop(task.id, None)
 
     def _send_blocking_pop(self) -> None:
-        if not self._pop_pending:
-            self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
-            self._pop_pending = True
+        if self._pops < POPS // 2:
+            for _ in range(POPS - self._pops):
+                self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
+            self._pops = POPS
 
     def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
         """Reads one announcement within `timeout` seconds, without spinning if `idle`."""
@@ -310,7 +313,7 @@ class Controller(RequestLog):
             spin_until(self._announcements.readable, timeout)
         if not self._announcements.readable(timeout):
             return False
-        self._pop_pending = False
+        self._pops -= 1
         _, item = self._announcements.read()
         if item == b"STALE":
             raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")

@@ -10,8 +10,8 @@ the right lead into the next step:
     rank 2   compute ─────┴──── prune ───────> compute(2, t+1)
 
 The compute of the last rank is followed by every prune: that edge of the graph carries the
-verdict. Running free, a transfer waits for no prune, but for the compute of the next rank in the
-step before: once that is over, the link is empty.
+verdict. Running free, a transfer waits for no prune: links hold as many batches as are sent
+(`pipespec.transport.distributed`), and the head decides how many these are.
 The counterpart in PipeDec is appendix B. Everything here is pure.
 """
 
@@ -74,6 +74,10 @@ class Layout:
         assert self.sync in ("lockstep", "free"), self.sync
 
     @property
+    def free(self) -> bool:
+        return self.sync == "free"
+
+    @property
     def ranks(self) -> range:
         return range(self.num_stages + 1)
 
@@ -102,13 +106,6 @@ class Layout:
         """Whether what `rank` sends is computed by the next rank in the same step."""
         return self.group_of[rank] == self.group_of[rank + 1]
 
-    def asks_for_link(self, rank: int, step: int) -> bool:
-        """Whether `rank` may send only once the next rank has taken the batch before. So a link
-        between steps holds at most one batch, and draft tokens do not pile up before a slow stage.
-        In lockstep the wait for the verdict ensures that."""
-        free = self.sync == "free" and step > 0
-        return free and rank != self.last and not self.same_group(rank)
-
 
 @dataclass(frozen=True)
 class Graph:
@@ -129,9 +126,4 @@ def step_graph(layout: Layout, step: int) -> Graph:
     tasks = [kind(rank, step) for rank in layout.ranks for kind in (compute, prune)]
     tasks += [transfer(rank, step) for rank in first]
     edges = [(compute(last, step), prune(rank, step)) for rank in first]  # the verdict
-    edges += [
-        (compute(rank + 1, step - 1), transfer(rank, step))
-        for rank in first
-        if layout.asks_for_link(rank, step)
-    ]
     return Graph(step, tuple(tasks), tuple(edges))

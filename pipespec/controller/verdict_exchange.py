@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.task_graph import prune, transfer
+from pipespec.controller.task_graph import prune
 from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE, TokenLogprobs, Verdict
 from pipespec.timing.clock import wait_until
 from pipespec.timing.trace import Timeline
@@ -62,7 +62,7 @@ def unpack_verdicts(payload: bytes) -> tuple[list[Verdict], int]:
 
 
 class VerdictReceiver:
-    """Receives for one rank the verdicts of all steps in order, and notices that a link is free.
+    """Receives for one rank the verdicts of all steps in order.
     `delay_ms` is how long a verdict travels at least."""
 
     def __init__(
@@ -95,12 +95,3 @@ class VerdictReceiver:
         self._payload = None
         self.num_received += 1
         return verdicts
-
-    def link(self, step: int) -> int:
-        """Wait until a batch may be sent; when the next rank took the one before, on its clock."""
-        with self.timeline("wait"):
-            payload = self.controller.wait(transfer(self.rank, step))
-            assert payload is not None
-            taken_ns = int(np.frombuffer(payload, "<i8", 1)[0])
-            wait_until(taken_ns, self.delay_ms)
-        return taken_ns

@@ -21,6 +21,13 @@ from pipespec.timing.batch_times import Ema, Points, size_bucket
 BESIDE, ONE_BESIDE, ONE_TREE = "beside", "one_beside", "one_tree"
 BETWEEN, PLAIN = "between", "plain"
 
+
+def deep(in_flight: int) -> str:
+    """As `BESIDE`, with so many batches in flight, more than there are stages, as links hold some
+    of them."""
+    return f"{BESIDE}_{in_flight}"
+
+
 # Pipeline lengths, of LEAST_STEPS at least in all, for which speculation and plain decoding are
 # measured at a time.
 TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
@@ -145,6 +152,8 @@ class Modes:
     ways: tuple[str, ...]  # of speculation
     costs: dict[str, Cost] = field(default_factory=dict)
     mode: str = ""
+    # Batches in flight, in which pipeline lengths are counted, where they are not `num_stages`.
+    lengths: Mapping[str, int] = field(default_factory=dict)
     _held: int = 0  # steps since the mode began
     _left: int = 0  # until another is considered
     _block_ms: float = 0.0  # of the steps since the last one was
@@ -152,11 +161,20 @@ class Modes:
     _since: dict[str, int] = field(default_factory=dict)  # steps since a way was measured
 
     def __post_init__(self) -> None:
-        for way in (*self.ways, PLAIN):
-            self.costs.setdefault(way, Cost())
-            self._since[way] = 0
+        self.add_ways(())
         self.mode = min(self.ways, key=lambda way: self.costs[way].per_token)
         self._left = self._block(self.mode)
+
+    def add_ways(self, ways: tuple[str, ...]) -> None:
+        """Measure these too."""
+        self.ways += ways
+        for way in (*self.ways, PLAIN):
+            self.costs.setdefault(way, Cost())
+            self._since.setdefault(way, 0)
+
+    def length(self, way: str) -> int:
+        """Steps from a batch to its verdict."""
+        return self.lengths.get(way, self.num_stages)
 
     def add(self, ms: float, tokens: float, rows: float = 1, *, counts: bool = True) -> None:
         """A step of the present mode and a target of `rows` lasted `ms` and decided `tokens`; those
@@ -164,11 +182,12 @@ class Modes:
         left out."""
         self._held += 1
         self._left -= counts
-        full = self._held > self.num_stages
+        length = self.length(self.mode)
+        full = self._held > length
         self._block_ms += full * ms
         self._block_tokens += full * tokens
         if counts and full:
-            keep = 1 - 1 / (REMEMBERED * self.num_stages)
+            keep = 1 - 1 / (REMEMBERED * length)
             self.costs[self.mode].add(ms, tokens, rows, keep)
         for way in self.costs:
             self._since[way] = 0 if way == self.mode else self._since[way] + 1
@@ -192,7 +211,8 @@ class Modes:
     def _loses(self, least_plain_ms: float | None) -> bool:
         """Whether this block has lost more time than it is worth to know the way better, seen at
         the end of a pipeline length, as a tree yields its tokens at once."""
-        lengths, more = divmod(self._held - self.num_stages, self.num_stages)
+        length = self.length(self.mode)
+        lengths, more = divmod(self._held - length, length)
         if more or lengths < LEAST_LENGTHS:
             return False
         fastest = min(cost.per_token for cost in self.costs.values())
@@ -230,7 +250,7 @@ class Modes:
     def _block(self, way: str) -> int:
         """Steps for which a way is measured at a time."""
         lengths = PLAIN_TRIAL if way == PLAIN else TRIAL
-        return self.num_stages + max(lengths * self.num_stages, LEAST_STEPS)
+        return self.length(way) + max(lengths * self.length(way), LEAST_STEPS)
 
 
 class LearntSteps:
@@ -242,6 +262,8 @@ class LearntSteps:
         overlap: whether the draft works beside the stages; None: as measured.
         rounds: draft rounds in a step, or "auto".
         stored: of an earlier run (`stored`).
+        windowed: whether a step lasts until a batch may be sent, by the number in flight; else, as
+            in lockstep, as long as each stage takes for a batch.
     """
 
     def __init__(
@@ -250,9 +272,14 @@ class LearntSteps:
         overlap: bool | None = None,
         rounds: int | str = AUTO,
         stored: Mapping[str, Any] | None = None,
+        *,
+        windowed: bool = False,
     ):
-        stored = stored or {}
+        self._stored = stored = stored or {}
         self.num_stages = num_stages
+        self.windowed = windowed
+        self._lengths = {ONE_TREE: 1, BESIDE: num_stages} if windowed else {}
+        self._stages: Points = ()
         beside: tuple[str, ...] = (BESIDE,)
         if num_stages > 1:
             beside = (ONE_TREE, BESIDE, ONE_BESIDE) if rounds == AUTO else (ONE_TREE, BESIDE)
@@ -284,9 +311,41 @@ class LearntSteps:
         # The batches of several requests fill the pipeline.
         ways = tuple(way for way in self._ways if way != ONE_TREE or requests == 1)
         known = {way: Cost(*cost) for way, cost in costs.items() if way in (*ways, PLAIN)}
-        return Modes(self.num_stages, ways, known)
+        return Modes(self.num_stages, ways, known, lengths=self._own_lengths(requests))
+
+    def deepen(self, in_flight: int) -> None:
+        """Up to so many batches would keep the pipeline busy."""
+        if BESIDE not in self._ways:
+            return
+        more = self.num_stages
+        while (more := 2 * more) <= in_flight:
+            if (way := deep(more)) in self._times:
+                continue
+            self._times[way] = LearntTimes(more, self._stored.get(way))
+            self._times[way].set_stage_times(self._stages)
+            self._lengths[way] = more
+            self._ways += (way,)
+            for requests, modes in self._modes.items():
+                known = self._stored.get("costs", {}).get(str(requests), {})
+                if way in known:
+                    modes.costs[way] = Cost(*known[way])
+                modes.lengths = {**modes.lengths, **self._own_lengths(requests)}
+                modes.add_ways((way,))
+
+    def _own_lengths(self, requests: int) -> dict[str, int]:
+        """Batches in flight by way, where they are not `num_stages`. Of one request, plain decoding
+        has one row in flight."""
+        if not self.windowed:
+            return {}
+        return {**self._lengths, PLAIN: 1 if requests == 1 else max(self._lengths.values())}
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that are to be in flight, by how this step decodes."""
+        return self.modes.length(self.modes.mode)
 
     def set_stage_times(self, stages: Points) -> None:
+        self._stages = stages
         for times in self._times.values():
             times.set_stage_times(stages)
 
@@ -305,7 +364,7 @@ class LearntSteps:
         self.steps += 1
         mode = self.modes.mode
         way = BESIDE if mode in (BETWEEN, PLAIN) else mode
-        if not rounds and mode != ONE_TREE:
+        if not rounds and way in (BESIDE, ONE_BESIDE):
             way = BETWEEN
         self._times[way].add(in_flight, ms)
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from pipespec.controller.log_records import CANCELLED, Accepted
@@ -18,13 +19,14 @@ from pipespec.controller.rank_controller import END_OF_SEQUENCE, Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import GRAMMAR, Batch, Request, Verdict
+from pipespec.head.in_flight import InFlight
 from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
-from pipespec.head.send_timing import SendTiming
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence, StopCheck
 from pipespec.head.step import run_step
 from pipespec.head.structured_output import GrammarGuide
+from pipespec.head.tree import ROOT
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.system.fair_thread import FairThread
@@ -87,7 +89,7 @@ class HeadLoop:
         self.layout = settings.layout
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        self.timing = SendTiming()
+        self.in_flight = InFlight(self.layout.num_steps)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
@@ -170,6 +172,8 @@ class HeadLoop:
     @property
     def idle(self) -> bool:
         """Whether there is no request, and no batch on its way."""
+        if self.layout.free:  # verdicts that are still to come decide nothing
+            return self.admission.idle and not self.admission.has_unsent_departures
         return self.admission.idle and not self.scheduler.draining
 
     def start_sequence(self, sequence: Sequence) -> None:
@@ -182,8 +186,13 @@ class HeadLoop:
         step = self.timeline.step = self.scheduler.step
         self._step_started_ns = self.timeline.clock()
         self.settings.masks.grant_share(self.scheduler.stats.without_prompts.value)
+        stats = self.scheduler.stats
+        if self.layout.free and (most := stats.in_flight) is not None and most > 1:
+            stats.due_ms = self.in_flight.interval_ms(most)
+        else:
+            stats.due_ms = inf
         # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
-        ahead = self.layout.num_steps if self.layout.sync == "free" else 0
+        ahead = self.layout.num_steps if self.layout.free else 0
         self.submit_steps(step + ahead)
 
     def submit_steps(self, last: int) -> None:
@@ -216,29 +225,39 @@ class HeadLoop:
         return proposals, took_ms
 
     def receive_verdicts(self) -> None:
-        """In lockstep the batch is due when the verdict of the step has arrived; running free, when
-        the first stage is about to need it, or with that verdict, whichever is earlier. A batch
-        without rows waits for the verdict."""
+        """In lockstep the batch is due when the verdict of the step has arrived; running free, once
+        it has rows and fewer batches are in flight than should be."""
         step = self.scheduler.step
         done, self._done = [*self._done, compute(0, step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        due = None
-        if self.layout.asks_for_link(0, step):
-            taken, running = self.receiver.link(step), self.admission.sequences.values()
-            misses = sum(each.misses_per_step for each in running) / max(len(running), 1)
-            due = self.timing.deadline(step, taken, self.timeline.clock(), misses)
-        while self.receiver.num_received <= step:
-            left = None
-            if due is not None and self.scheduler.has_work(self.elapsed_ms()):
-                left = max((due - self.timeline.clock()) / 1e9, 0.0)
-            verdicts = self.receiver.verdict(left)
-            if verdicts is None:
-                break
-            self.timing.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
+        while not self.layout.free and self.receiver.num_received <= step:
+            self.apply_verdicts(self.receiver.verdict())
+        while (
+            self.layout.free and (verdicts := self.receiver.verdict(self._patience())) is not None
+        ):
             self.apply_verdicts(verdicts)
 
-    def apply_verdicts(self, verdicts: list[Verdict]) -> None:
+    def _patience(self) -> float | None:
+        """How long to wait for a verdict before the next batch is sent, in seconds; None: until it
+        arrives."""
+        wanted = self.scheduler.stats.in_flight
+        running = self.admission.sequences.values()
+        reading = any(each.prompt_left for each in running)
+        if wanted is None or reading:
+            wanted = max(wanted or 0, self.in_flight.depth(self.scheduler.stats.least_ms))
+        if not len(self.in_flight):
+            return 0.0
+        if len(self.in_flight) >= wanted or not self.scheduler.has_work(self.elapsed_ms()):
+            return None
+        if reading or not all(each.tree.fed[ROOT] for each in running):
+            return 0.0
+        due_ms = self.scheduler.stats.due_ms
+        return 0.0 if due_ms == inf else max(due_ms - self.elapsed_ms(), 0) / 1e3
+
+    def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
+        assert verdicts is not None
+        self.in_flight.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
         with self.timeline("prune"):
             for verdict in verdicts:
                 progress = self.scheduler.apply(verdict, self.timeline.clock())
@@ -288,7 +307,7 @@ class HeadLoop:
         with self.timeline("send"):
             self.link.send(batch)
         self._done.append(transfer(0, batch.step))
-        self.timing.add_batch(len(batch))
+        self.in_flight.add_batch(batch.step, len(batch), self.timeline.clock())
 
     def send_draft_tokens(self, batch: Batch) -> None:
         """Send the draft tokens of lossy requests ahead: the last stage prefers them."""
@@ -331,6 +350,9 @@ class HeadLoop:
                 self.controller.publish_statistics(self.scheduler.gauges(), self.scheduler.counts())
                 of_stage = merge_times(self.controller.row_times())
                 self.scheduler.update_stage_times(of_stage.scaled(self.layout.largest_group))
+                if self.scheduler.learnt is not None:
+                    depth = self.in_flight.depth(self.scheduler.stats.least_ms)
+                    self.scheduler.learnt.deepen(depth)
                 requests = [each.request.id for each in self.admission.sequences.values()]
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals

@@ -311,6 +311,7 @@ class Scheduler:
             elapsed_ms=elapsed_ms,
             requests=max(self._decoding, 1),
             target=self._target,
+            most_held=self._policy.max_held(self.config.num_steps),
         )
 
     def _budget(self, num_requests: int) -> int:

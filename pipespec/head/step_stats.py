@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from pipespec.timing.batch_times import (
     size_bucket,
 )
 
+# Batches that the links and stages of a pipeline hold at most, beside one for each stage.
+MOST_IN_FLIGHT = 32
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.
@@ -79,7 +82,7 @@ class StepStats:
         overlap: bool = True,
         learnt: LearntSteps | None = None,
     ) -> None:
-        self.num_stages = num_stages
+        self._num_stages = num_stages
         self._rounds = rounds
         self._learnt = learnt
         self._now = _ThisStep()
@@ -91,13 +94,14 @@ class StepStats:
         self._offered = np.zeros((4, max_rows))
         self._fed = Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
-        self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
+        self._in_flight: deque[tuple[int, int]] = deque(maxlen=max(num_stages, MOST_IN_FLIGHT))
         self.without_prompts = Ema()  # ms per step without rows of prompts
         self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
-        self._verdict = Ema()
-        # ms of a verdict beyond the stages' own time, while no draft round delays them.
-        self._beside_stages = Ema()
+        # By the batches in flight: ms until a verdict, and what of it is beyond the stages' own
+        # time, while no draft round delays them.
+        self._verdict, self._beside_stages = defaultdict[int, Ema](Ema), defaultdict[int, Ema](Ema)
+        self.due_ms = inf  # from the start of a step until its batch should be sent
         self._undelayed_steps = 0  # in a row
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
@@ -108,7 +112,25 @@ class StepStats:
 
     def begin_step(self) -> None:
         """A step begins; the stages compute the batches in the pipeline."""
-        self._now = _ThisStep([*self._in_flight])
+        self._now = _ThisStep([*self._in_flight][-self.num_stages :])
+
+    @property
+    def num_stages(self) -> int:
+        """Steps from a batch to its verdict, which is the number of batches in flight."""
+        return self._num_stages if self.in_flight is None else self.in_flight
+
+    @property
+    def in_flight(self) -> int | None:
+        """Batches that are to be in flight, as learnt; None: it is not learnt."""
+        if self._learnt is None or not self._learnt.windowed:
+            return None
+        return self._learnt.in_flight
+
+    @property
+    def least_ms(self) -> float:
+        """What the slower of a stage and the draft takes for a batch of one row; 0 if unknown."""
+        stage_ms = _stage_ms(self._stages, 1) if self._stages.points else 0.0
+        return max(stage_ms, self._draft.ms - self._draft.each_ms * (self._draft.count - 1))
 
     @property
     def rounds(self) -> int:
@@ -180,9 +202,10 @@ class StepStats:
         if not tokens:
             return
         if stage_ms is not None and self._undelayed_steps > self.num_stages:
-            self._beside_stages.add(max(elapsed_ms + wait_ms - stage_ms, 0.0))
+            self._beside_stages[self.num_stages].add(max(elapsed_ms + wait_ms - stage_ms, 0.0))
         late = wait_ms < AT_ONCE_MS
-        self._verdict.add(elapsed_ms - self._now.last_round_ms if late else elapsed_ms + wait_ms)
+        verdict = self._verdict[self.num_stages]
+        verdict.add(elapsed_ms - self._now.last_round_ms if late else elapsed_ms + wait_ms)
 
     def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
         """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
@@ -253,6 +276,7 @@ class StepStats:
         elapsed_ms: float,
         requests: int = 1,
         target: TargetBatch | None = None,
+        most_held: int = 2**62,
     ) -> PipelineState:
         """The state at this moment of a step."""
         offered = None
@@ -293,6 +317,7 @@ class StepStats:
             offered=offered,
             drafting_ms=self._drafting.value or 0.0,
             target=target,
+            most_held=most_held,
             token_ms=self._trials.token_ms,
             child_probabilities=self._children,
         )
@@ -305,9 +330,12 @@ class StepStats:
     def _verdict_ms(self) -> float | None:
         """From the start of a step until its verdict, if no draft round delays the stages."""
         stage_ms = self._computing_ms()
-        if self._verdict.value is None or stage_ms is None:
-            return self._verdict.value
-        return min(self._verdict.value, stage_ms + (self._beside_stages.value or 0.0))
+        verdict_ms = self._verdict[self.num_stages].value
+        if verdict_ms is None or stage_ms is None:
+            return verdict_ms if self.due_ms == inf else self.due_ms
+        return min(
+            verdict_ms, self.due_ms, stage_ms + (self._beside_stages[self.num_stages].value or 0.0)
+        )
 
     def _curve(self, stages: Points) -> Points:
         """Step time by rows: that of the stages plus the overhead of a step; if the stages have

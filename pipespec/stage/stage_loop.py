@@ -79,7 +79,7 @@ class StageLoop:
         self.settings, self.layout, self.timeline = settings, layout, timeline
         self.rank = link.rank
         self.last = link.rank == layout.last
-        self.free = layout.sync == "free"
+        self.free = layout.free
         # A neighbour in the same group computes the same batch in the same step.
         self.joins_previous = layout.same_group(link.rank - 1)
         self.joins_next = not self.last and layout.same_group(link.rank)
@@ -284,8 +284,6 @@ class StageLoop:
         elif not self.free:
             self.apply_verdicts(self.receiver.verdict())
         else:
-            if self.layout.asks_for_link(self.rank, self.step):
-                self.receiver.link(self.step)
             self.apply_arrived_verdicts()
 
     def apply_arrived_verdicts(self) -> None:
@@ -296,7 +294,8 @@ class StageLoop:
         """Apply verdicts until this stage is `ready` for a batch. Running free, one that the head
         knew when it sent the batch may not have arrived yet; in lockstep all have."""
         while self.free and not self.last and not ready():
-            assert self.receiver.num_received <= batch.step, "the head knew what this batch needs"
+            known = batch.step + self.layout.num_steps
+            assert self.receiver.num_received < known, "the head knew what this batch needs"
             self.apply_verdicts(self.receiver.verdict())
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:

@@ -3,10 +3,11 @@ torch.distributed.
 
 Each batch is one gloo message (`pipespec.transport.wire`), which is encrypted if it leaves the host
 (`pipespec.transport.encryption`). A gloo send delivers its payload only once the receiver has
-posted a buffer, so the receiver always has one posted: the next batch arrives while the rank
-computes the current one, and a hop costs one trip instead of three. As a message may be shorter
-than the buffer, there is room for the largest batch, while a small one is a small message. Each
-link is a gloo group of two ranks, within a host bound to the loopback interface.
+posted a buffer, so the receiver always has some posted (`window`): further batches arrive while the
+rank computes the current one, and a hop costs one trip instead of three, however many batches a
+slow link holds. As a message may be shorter than the buffer, there is room for the largest batch,
+while a small one is a small message. Each link is a gloo group of two ranks, within a host bound to
+the loopback interface.
 
 The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
 has a GPU. With the backend `nccl`, for the GPUs of one host, NCCL sends them after the message. By
@@ -21,6 +22,7 @@ import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,9 +48,13 @@ FOREVER = timedelta(days=3650)
 _TAG = 1
 # No message has this tag: a receive with it always times out.
 UNUSED_TAG = 2
+# Of an empty answer to the stop batch. Who has sent that may then close the link: what it was sent
+# is read, else the system could drop what the other end has not read.
+_STOPPED_TAG = 3
 AT_ONCE = timedelta(milliseconds=1)
 _SOURCE = re.compile(r"\[[^\[\]\s]+\.\w+:\d+\]\s*")
 _DRAWN_BYTES = 16
+WINDOW_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,15 @@ class DistributedTransport:
         links: Sequence[LinkKind] | None = None,
         nccl: bool = False,
         spins: bool = False,
+        window: int = 1,
         **limits: Any,
     ) -> None:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
         encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spins`: see
-        `pipespec.system.cores`. `limits`: of a batch, and its type, as of `Wire`. Raises
+        `pipespec.system.cores`. `window`: batches that a link may hold, as far as WINDOW_BYTES have
+        room for their largest. `limits`: of a batch, and its type, as of `Wire`. Raises
         RankFailed if a neighbour did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
@@ -92,11 +100,8 @@ class DistributedTransport:
         self._spins = spins
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
-        # The posted receive and its buffer.
-        self._inbox: tuple[dist.Work, torch.Tensor] | None = None
-        # The receive buffer of sealed messages. One is enough, as they are decrypted into memory of
-        # their own.
-        self._sealed: torch.Tensor | None = None
+        # The posted receives and their buffers, in the order in which messages fill them.
+        self._inbox = deque[tuple[dist.Work, torch.Tensor]]()
         drawn = secrets.token_hex(_DRAWN_BYTES)
         made: dict[int, _GlooLink] = {}  # by the sending rank
         with raises_rank_failed(f"Rank {rank} did not meet its neighbours"):
@@ -124,8 +129,10 @@ class DistributedTransport:
             with raises_rank_failed(f"Rank {rank} cannot use NCCL"):
                 self._nccl = nccl_group(store, rank, len(devices))
         self._wire = Wire(epoch, inline=not nccl, token=token(secret, epoch), **limits)
+        self._window = max(min(window, WINDOW_BYTES // self._wire.capacity), 1)
         if self._previous is not None:
-            self._post()
+            for _ in range(self._window):
+                self._post()
 
     def send(self, batch: Batch) -> None:
         link = self._following
@@ -134,20 +141,22 @@ class DistributedTransport:
         if link.seal is not None:
             message = link.seal.seal(message)
         with raises_rank_failed(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
-            self._flush()
+            self._flush(self._window)
             self._start(link.group.send([message], link.peer, _TAG), message)
             if self._nccl is not None and batch.hidden is not None and len(batch):
                 hidden = batch.hidden.contiguous()
                 self._start(self._nccl.send([hidden], self.rank + 1, _TAG), hidden)
             if batch.stop:
                 self._flush()
+                with GlooWait():
+                    link.group.recv([torch.empty(1)], link.peer, _STOPPED_TAG).wait(FOREVER)
 
     def recv(self) -> Batch:
         link = self._previous
-        assert link is not None and self._inbox is not None, (
+        assert link is not None and self._inbox, (
             "rank 0 receives nothing, nor does any rank after the stop batch"
         )
-        work, message = self._inbox
+        work, message = self._inbox[0]
         if self._spins:
             arrived = self._wire.arrived if link.seal is None else link.seal.arrived
             spin_until(lambda: arrived(message))
@@ -156,8 +165,11 @@ class DistributedTransport:
         if link.seal is not None:
             message = link.seal.open(message, pinned=self._pinned)
         batch = self._wire.unpack(message)
-        self._inbox = None
-        if not batch.stop:
+        self._inbox.popleft()
+        if batch.stop:
+            with raises_rank_failed(self._lost), GlooWait():
+                link.group.send([torch.empty(1)], link.peer, _STOPPED_TAG).wait(FOREVER)
+        else:
             self._post()
         if self._wire.inline and batch.hidden is not None:
             batch.hidden = batch.hidden.to(self._device, non_blocking=True)
@@ -181,7 +193,7 @@ class DistributedTransport:
         # Closed explicitly, as an exception that is being handled may keep the groups alive.
         self._close_links()
         self._outbox.clear()
-        self._inbox = None
+        self._inbox.clear()
         self._previous = self._following = self._nccl = None
 
     def _close_links(self) -> None:
@@ -197,22 +209,20 @@ class DistributedTransport:
         link = self._previous
         assert link is not None
         if link.seal is not None:
-            if self._sealed is None:
-                self._sealed = torch.empty(self._wire.capacity + SEAL_BYTES, dtype=torch.uint8)
-            message = self._sealed
+            message = torch.empty(self._wire.capacity + SEAL_BYTES, dtype=torch.uint8)
             link.seal.expect(message)
         else:
             # A new buffer each time: the hidden states of the last batch are views of the old one.
             message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
             self._wire.expect(message)
         with raises_rank_failed(self._lost):
-            self._inbox = (link.group.recv([message], link.peer, _TAG), message)
+            self._inbox.append((link.group.recv([message], link.peer, _TAG), message))
 
     def _start(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._outbox.append((work, tensor))
 
-    def _flush(self) -> None:
-        while self._outbox:
+    def _flush(self, window: int = 1) -> None:
+        while len(self._outbox) >= window:
             with GlooWait():
                 self._outbox[0][0].wait(FOREVER)
             self._outbox.pop(0)

@@ -25,8 +25,8 @@ class Transport(Protocol):
     rank: int
 
     def send(self, batch: Batch) -> None:
-        """Start sending to the next rank, once the batch before has left. A stop batch, the last
-        one of a link, has left when this returns. Raises RankFailed if the next rank is gone."""
+        """Start sending to the next rank, once the link has room. A stop batch, the last one of a
+        link, has been received when this returns. Raises RankFailed if the next rank is gone."""
 
     def recv(self) -> Batch:
         """The next batch from the previous rank; waits for it without a time limit. Raises

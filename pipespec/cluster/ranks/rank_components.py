@@ -196,7 +196,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
         [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
-        *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),
+        *map(str, (deployment.dtype, config.cluster.threads, deployment.layout)),
         *map(str, (config.transport, config.emulate_link, config.proposer)),
     ]
 

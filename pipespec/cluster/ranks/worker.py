@@ -41,6 +41,7 @@ from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.step_stats import MOST_IN_FLIGHT
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.system.cores import should_spin
@@ -251,6 +252,7 @@ def connect_links(
         max_kept=deployment.kept_states,
         hidden_size=deployment.target.hidden_size,
         dtype=getattr(torch, deployment.dtype),
+        window=MOST_IN_FLIGHT if deployment.layout.free else 1,
         **how,
     )
 
@@ -346,7 +348,8 @@ def _run_head(
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
-        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
+        known, free = load_cached(STEP_TIMES, key), deployment.layout.free
+        scheduler.learn(LearntSteps(*of, known, windowed=free))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):

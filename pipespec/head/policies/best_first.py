@@ -122,7 +122,7 @@ class BestFirst(SpeculationPolicy):
     def _room(self, tree: Tree, state: PipelineState) -> int:
         """How many nodes the draft may still expand."""
         held = int(np.count_nonzero(tree.expanded | tree.fed))
-        return max(self.max_held(state.num_stages) - held, 0)
+        return max(min(self.max_held(state.num_stages), state.most_held) - held, 0)
 
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
         if not self._speculates(state):

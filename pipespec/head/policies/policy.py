@@ -78,7 +78,8 @@ class PipelineState:
             measured; None: it is unknown, or any size is good.
 
     these are how the step decodes (`pipespec.head.decoding_modes`):
-        num_stages: steps that a batch takes from the head through the last stage.
+        num_stages: steps from a batch to its verdict: as many batches are in flight.
+        most_held: nodes of a tree that the draft can hold.
         one_tree: a request has one batch at a time in the pipeline, of its whole tree; a pass then
             counts as a step through one stage.
         overlap: draft rounds are made beside the stages.
@@ -123,6 +124,7 @@ class PipelineState:
     offered: OfferedRows | None = field(default=None, compare=False)
     drafting_ms: float = 0.0
     target: TargetBatch | None = None
+    most_held: int = 2**62
     token_ms: float | None = None
     child_probabilities: np.ndarray = field(default_factory=lambda: NO_PROBABILITIES, compare=False)
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipespec.controller.rank_controller import END_OF_SEQUENCE
 from pipespec.controller.request_log import CANCELLED
-from pipespec.controller.task_graph import Layout, TaskKind
+from pipespec.controller.task_graph import Layout, Task, TaskKind
 from pipespec.core import (
     DRAFT,
     EXACT,
@@ -32,7 +32,15 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import VOCABULARY, SimulatedPipeline
+from pipespec.head.decoding_modes import (
+    BESIDE,
+    ONE_TREE,
+    LearntSteps,
+    Modes,
+    deep,
+)
 from pipespec.head.head_loop import HeadLoop, HeadSettings
+from pipespec.head.in_flight import InFlight
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -61,6 +69,7 @@ def head(
     at_once: int = 1,
     most: int = 1000,
     compile_grammar: Compile | None = None,
+    sync: str = "lockstep",
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
     """A head whose stages decide what the texts say, what it sends, and what it logs."""
@@ -74,7 +83,7 @@ def head(
         link,
         controller,
         HeadSettings(
-            Layout(NUM_STAGES),
+            Layout(NUM_STAGES, sync=sync),
             lambda request: lambda token: False,
             compile_grammar=compile_grammar,
             masks=PatientMasks(),
@@ -131,6 +140,51 @@ def test_step_of_a_group_takes_the_sum_of_its_stages_times(
     loop.publish(now=True)
 
     assert told == [BatchTimes(((1, 5.0 * passed), (64, 20.0 * passed)))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fastest", "most"),
+    [
+        (Root(), "", 1),
+        (Level(8, 4), "", 7),  # as many as keep the pipeline busy
+        (BestFirst(8, 4, row_cost=0.0), "", 7),
+        (BestFirst(8, 4), ONE_TREE, 1),
+        (BestFirst(8, 4), BESIDE, NUM_STAGES),
+        (BestFirst(8, 4), deep(2 * NUM_STAGES), 2 * NUM_STAGES),
+    ],
+)
+def test_free_running_head_decides_how_many_batches_are_in_flight(
+    policy: SpeculationPolicy, fastest: str, most: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Verdicts arrive as late as they can."""
+    monkeypatch.setattr(InFlight, "depth", lambda *_: 7)
+    request = Request(0, tuple(TEXT[:1]), max_new_tokens=len(TEXT) - 1)
+    loop, link, controller = head(policy, [request], {0: TEXT}, sync="free", most=400)
+    if policy.refills:
+
+        def choose(modes: Modes, _: float | None) -> str:
+            modes.mode = fastest
+            return fastest
+
+        monkeypatch.setattr(Modes, "next_mode", choose)
+        learnt = LearntSteps(NUM_STAGES, windowed=True)
+        learnt.deepen(2 * NUM_STAGES)
+        loop.scheduler.learn(learnt)
+    wait, counts = controller.wait, []
+
+    def late(task: Task, timeout: float | None = None) -> bytes | None:
+        if timeout is not None:
+            return None
+        assert task.step - NUM_STAGES < len(link.sent), "no such verdict will ever come"
+        if task.step >= NUM_STAGES:
+            counts.append(len(link.sent) - (task.step - NUM_STAGES))
+        return wait(task)
+
+    controller.wait = late
+    loop.run_until_done()
+    assert controller.accepted == {0: TEXT[1:]}
+    assert max(counts) == most
+    assert policy != Root() or len(link.sent) == len(TEXT) + 1, "no empty batch but the last"
 
 
 def test_accepted_tokens_are_logged_before_the_request_finishes_with_its_report():

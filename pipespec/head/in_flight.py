@@ -1,0 +1,61 @@
+"""The batches on their way through the pipeline, running free: how many there are, and how many
+would keep it busy."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from pipespec.head.step_stats import MOST_IN_FLIGHT
+from pipespec.timing.batch_times import Ema
+
+# Times of passes among which the least counts; it is that of links and stages without a queue.
+PASSES = 64
+# Steps that the estimate of the head's own work remembers.
+MEMORY = 16
+# A pipeline is taken for twice as deep as it has stages where a pass lasts at least this many times
+# as long as twice the stages need: times are noisy, and more batches make no step shorter then.
+SURELY = 1.25
+
+
+class InFlight:
+    """Counts batches from when they are sent until their verdicts arrive.
+
+    Holds no clock: moments are arguments, in nanoseconds.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        """`num_steps`: by how many steps a verdict's number is above that of its batch."""
+        self._num_steps = num_steps
+        self._sent = deque[tuple[int, int | None]]()  # step, and moment if there were rows
+        self._passes = deque[int](maxlen=PASSES)  # ns
+        self._pass_ns = Ema(MEMORY)
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def add_batch(self, step: int, rows: int, now: int) -> None:
+        self._sent.append((step, now if rows else None))
+
+    def add_verdict(self, step: int, now: int) -> None:
+        """The verdict of a step arrived. Those of the first steps are of no batch."""
+        while self._sent and self._sent[0][0] <= step - self._num_steps:
+            _, sent = self._sent.popleft()
+            if sent is not None:
+                self._passes.append(now - sent)
+                self._pass_ns.add(now - sent)
+
+    def interval_ms(self, most: int) -> float:
+        """After which the next batch should be sent, with `most` in flight: these are spread over a
+        pass, as verdicts are then, of which each batch should know as many as it can."""
+        return (self._pass_ns.value or 0.0) / most / 1e6
+
+    def depth(self, step_ms: float) -> int:
+        """Batches that keep the pipeline busy: the steps that a batch takes, or so many times two
+        of them as a pass, with links, lasts longer than the slowest part takes for a batch, at
+        least `step_ms`."""
+        if not self._passes or not step_ms:
+            return self._num_steps
+        ratio = min(self._passes) / 1e6 / step_ms / self._num_steps / SURELY
+        doublings = max(math.floor(math.log2(ratio)), 0) if ratio > 0 else 0
+        return max(min(self._num_steps << doublings, MOST_IN_FLIGHT), self._num_steps)

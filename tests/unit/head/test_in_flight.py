@@ -1,0 +1,62 @@
+"""How many batches are in flight, and how many keep a pipeline busy; moments in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipespec.head.in_flight import InFlight
+from pipespec.head.step_stats import MOST_IN_FLIGHT
+
+MS = 10**6
+
+
+def after(num_steps: int, pass_ms: float, rows: int = 3) -> InFlight:
+    """A pipeline through which some batches have passed, one at a time."""
+    batches = InFlight(num_steps)
+    for step in range(4):
+        batches.add_batch(step, rows, 0)
+        batches.add_verdict(step + num_steps, round((pass_ms + step) * MS))
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "pass_ms", "step_ms", "depth"),
+    [
+        (4, 20, 5, 4),  # the stages alone
+        (4, 45, 5, 4),  # not surely more than twice as long
+        (4, 55, 5, 8),
+        (4, 110, 5, 16),  # links of 20 ms
+        (1, 110, 5, 16),
+        (4, 10**4, 5, MOST_IN_FLIGHT),
+        (40, 10**4, 5, 40),  # never fewer than there are stages
+        (4, 110, 0, 4),  # unknown
+    ],
+)
+def test_depth_is_that_of_a_pass_by_its_slowest_part(
+    num_steps: int, pass_ms: float, step_ms: float, depth: int
+):
+    assert after(num_steps, pass_ms).depth(step_ms) == depth
+
+
+def test_a_queue_and_empty_batches_do_not_count_as_length():
+    batches = after(4, 20)
+    for step in range(4, 40):
+        batches.add_batch(step, 3 * (step % 2), 0)
+        batches.add_verdict(step + 4, (200 if step % 2 else 1) * MS)
+    assert batches.depth(5) == 4
+
+
+def test_batches_are_in_flight_until_their_verdicts_arrive():
+    batches = InFlight(2)
+    counts = []
+    for step in range(3):
+        batches.add_batch(step, 1, 0)
+        batches.add_verdict(step, 0)  # those of the first two steps are of no batch
+        counts.append(len(batches))
+    batches.add_verdict(4, 0)
+    assert (counts, len(batches)) == ([1, 2, 2], 0)
+
+
+def test_batches_are_spread_over_a_pass():
+    assert after(4, 98.5).interval_ms(10) == pytest.approx(10)
+    assert InFlight(4).interval_ms(10) == 0
