@@ -16,6 +16,8 @@ MEMORY = 16
 # A pipeline is taken for twice as deep as it has stages where a pass lasts at least this many times
 # as long as twice the stages need: times are noisy, and more batches make no step shorter then.
 SURELY = 1.25
+# What a batch costs each rank at least: receiving and sending it, and its verdict.
+LEAST_MS = 2.0
 
 
 class InFlight:
@@ -56,6 +58,6 @@ class InFlight:
         least `step_ms`."""
         if not self._passes or not step_ms:
             return self._num_steps
-        ratio = min(self._passes) / 1e6 / step_ms / self._num_steps / SURELY
+        ratio = min(self._passes) / 1e6 / max(step_ms, LEAST_MS) / self._num_steps / SURELY
         doublings = max(math.floor(math.log2(ratio)), 0) if ratio > 0 else 0
         return max(min(self._num_steps << doublings, MOST_IN_FLIGHT), self._num_steps)

@@ -79,7 +79,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
     settings = f"cluster.stages={stages}", *POLICIES[policy]
     per_step = decoded(demo, redis, NEW_TOKENS[stages], some, *settings)
     if policy == "root":
-        assert per_step == [pytest.approx(1 / stages)] * len(per_step)
+        assert per_step == [1.0] * len(per_step), "one row in flight"
 
 
 @pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=6))
@@ -89,7 +89,7 @@ def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, sha
     some = part(8 if long else 6, policy, stages)
     per_step = decoded(demo, redis, IN_GROUPS, some, *settings)
     if policy == "root":
-        assert per_step == [pytest.approx(1 / steps)] * len(per_step)
+        assert per_step == [1.0] * len(per_step)
     else:
         assert min(per_step) >= 1 / (steps + 1)
 

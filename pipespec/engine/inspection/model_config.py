@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +71,10 @@ def read_config(files: StoredFiles, raw: Mapping[str, Any]) -> StoredConfig:
     """The config as Transformers reads it from `raw`; cached, as importing Transformers takes
     seconds."""
     settings = files.path / "tokenizer_config.json"
-    claimed = read_json(settings).get("model_max_length") if settings.is_file() else None
-    claimed = claimed if type(claimed) is int else None
+    claimed = None
+    if '"linear"' in json.dumps(raw) and settings.is_file():  # else it changes nothing
+        found = read_json(settings).get("model_max_length")
+        claimed = found if type(found) is int else None
     depends = {
         "config": raw,
         "claimed": claimed,

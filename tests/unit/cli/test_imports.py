@@ -57,7 +57,7 @@ def test_a_command_is_quick_to_answer(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     target = resource_dir("demo") / "target"
-    shutil.copytree(target, "NO_TOKENIZER", ignore=shutil.ignore_patterns("tokenizer.json"))
+    shutil.copytree(target, "NO_TOKENIZER", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(target, "UNKNOWN_FORMAT", ignore=shutil.ignore_patterns("*.safetensors"))
     with claim(TAKEN):
         assert slow_imports(*argv, code=code) == []

@@ -23,12 +23,10 @@ export class Charts {
     new ResizeObserver(() => this.#fit()).observe(byId("speed"));
   }
 
-  /** `pipelineSteps`: in how many steps a token of a plain pipeline is decided; 0: not known. */
-  update(pipelineSteps) {
+  update() {
     for (const { plot, id, name, digits } of this.#plots) {
       const values = this.history[name];
-      const plain = id === "gain" && pipelineSteps ? 1 / pipelineSteps : null;
-      plot.setData([this.history.time, values, values.map(() => plain)]);
+      plot.setData([this.history.time, values]);
       byId(`${id}-card`).hidden = !values.some((value) => value !== null);
       this.#read(plot, id, digits);
     }
@@ -47,7 +45,7 @@ export class Charts {
 
   #draw() {
     const style = getComputedStyle(document.documentElement);
-    const [ink, line, colour, other] = ["--soft", "--line", "--decided", "--draft"].map((name) =>
+    const [ink, line, colour] = ["--soft", "--line", "--decided"].map((name) =>
       style.getPropertyValue(name).trim(),
     );
     for (const { plot } of this.#plots) plot.destroy();
@@ -67,14 +65,13 @@ export class Charts {
         series: [
           {},
           { stroke: colour, width: 2, fill: `${colour}22`, points: { show: false } },
-          { stroke: other, width: 1, dash: [6, 4], points: { show: false } },
         ],
         cursor: { drag: { x: false, y: false }, y: false },
         legend: { show: false },
         hooks: { setCursor: [(plot) => this.#read(plot, id, digits)] },
       };
       const { time, [name]: values } = this.history;
-      const plot = new uPlot(options, [time, values, values.map(() => null)], byId(id));
+      const plot = new uPlot(options, [time, values], byId(id));
       return { plot, id, name, digits };
     });
   }

@@ -87,7 +87,7 @@ function render() {
     panels.figures(figures);
     requests.show(snapshot.requests);
     byId("tree-card").hidden = !snapshot.requests.length && requests.watched === null;
-    charts.update(panels.pipelineSteps);
+    charts.update();
     const { watched } = requests;
     if (watched !== null && !snapshot.requests.some(({ request }) => request === watched)) {
       if (tree.request === watched) write(byId("tree-words"), `Request ${watched} has ended.`);

@@ -45,11 +45,6 @@ export class Panels {
     this.groupOf = []; // the step of the pipeline of each rank; empty: every stage is a step
   }
 
-  /** In how many steps a batch passes all stages. */
-  get pipelineSteps() {
-    return this.groupOf.at(-1) ?? this.stages.size - 1;
-  }
-
   /** Figures have come. */
   figures(figures) {
     this.#stages(figures);
