@@ -231,12 +231,15 @@ class HeadLoop:
         done, self._done = [*self._done, compute(0, step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        while not self.layout.free and self.receiver.num_received <= step:
-            self.apply_verdicts(self.receiver.verdict())
-        while (
-            self.layout.free and (verdicts := self.receiver.verdict(self._patience())) is not None
-        ):
+        if not self.layout.free:
+            while self.receiver.num_received <= step:
+                self.apply_verdicts(self.receiver.verdict())
+            return
+        while (verdicts := self.receiver.verdict(self._patience())) is not None:
             self.apply_verdicts(verdicts)
+            # A policy that delays no batch for a draft round has one for each verdict.
+            if self.scheduler.stats.in_flight is None and self._patience() == 0:
+                return
 
     def _patience(self) -> float | None:
         """How long to wait for a verdict before the next batch is sent, in seconds; None: until it

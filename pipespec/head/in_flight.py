@@ -16,8 +16,9 @@ MEMORY = 16
 # A pipeline is taken for twice as deep as it has stages where a pass lasts at least this many times
 # as long as twice the stages need: times are noisy, and more batches make no step shorter then.
 SURELY = 1.25
-# What a batch costs each rank at least: receiving and sending it, and its verdict.
-LEAST_MS = 2.0
+# What a message takes at least on a link that is long; on others it waits for processes, of which
+# more batches would make more.
+LONG_MS = 5.0
 
 
 class InFlight:
@@ -56,8 +57,10 @@ class InFlight:
         """Batches that keep the pipeline busy: the steps that a batch takes, or so many times two
         of them as a pass, with links, lasts longer than the slowest part takes for a batch, at
         least `step_ms`."""
-        if not self._passes or not step_ms:
+        pass_ms = min(self._passes, default=0) / 1e6
+        links_ms = pass_ms - step_ms * self._num_steps
+        if not step_ms or links_ms < LONG_MS * (self._num_steps + 1):
             return self._num_steps
-        ratio = min(self._passes) / 1e6 / max(step_ms, LEAST_MS) / self._num_steps / SURELY
+        ratio = pass_ms / step_ms / self._num_steps / SURELY
         doublings = max(math.floor(math.log2(ratio)), 0) if ratio > 0 else 0
         return max(min(self._num_steps << doublings, MOST_IN_FLIGHT), self._num_steps)

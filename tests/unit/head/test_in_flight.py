@@ -24,10 +24,10 @@ def after(num_steps: int, pass_ms: float, rows: int = 3) -> InFlight:
     [
         (4, 20, 5, 4),  # the stages alone
         (4, 45, 5, 4),  # not surely more than twice as long
-        (4, 55, 5, 8),
+        (4, 55, 5, 8),  # links of 7 ms
         (4, 110, 5, 16),  # links of 20 ms
         (1, 110, 5, 16),
-        (4, 16, 0.1, 4),  # messages cost more
+        (4, 24, 0.1, 4),  # messages wait for processes
         (4, 10**4, 5, MOST_IN_FLIGHT),
         (40, 10**4, 5, 40),  # never fewer than there are stages
         (4, 110, 0, 4),  # unknown
