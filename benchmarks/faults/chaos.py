@@ -282,7 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of all random choices (1)")
     parser.add_argument("--stages", type=int, default=3, help="(3)")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (32)")
-    parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
+    parser.add_argument("--sync", choices=("lockstep", "free"), default="free")
     parser.add_argument("--hosts", type=int, default=0, help="of a test bed; needs root (none)")
     parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")

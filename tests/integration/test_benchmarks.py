@@ -268,7 +268,6 @@ QUICK = {
     "drafts.counts schemas": SPECULATES,
     "drafts.stated_probabilities": SPECULATES,
     "load.throughput": ("speed_up", 2),
-    "pipeline.sync": SPECULATES,
     "pipeline.tbt": SPECULATES,
 }
 

@@ -148,15 +148,6 @@ def many_requests() -> str:
     return columns(listed, rows) + "".join(map(command_of, parts))
 
 
-def lockstep_or_free(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of lockstep, each with that of free running."""
-    for each in stored["rows"]:
-        if each["sync"] == "lockstep":
-            cell = {name: each[name] for name in ("stages", "condition")}
-            free = row(stored, sync="free", **cell)
-            yield each | {"free": free, "gain": each["tbt_ms"] / free["tbt_ms"]}
-
-
 def engines(name: str) -> str:
     """A table of `peers.compare_engines`: every engine on one machine."""
     stored = result(name)
@@ -198,20 +189,6 @@ def race(name: str) -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{name: partial(engines, name) for name in ("peers", "peers_bfloat16", "peers_h200")},
     **{name: partial(race, name) for name in ("links", "links_bfloat16", "links_one_step")},
-    "sync": partial(
-        plain,
-        "sync",
-        lockstep_or_free,
-        ("stages", "{stages}"),
-        ("condition", "{condition}"),
-        ("TBT lockstep, ms", "{tbt_ms:.1f}"),
-        ("free", "{free[tbt_ms]:.1f}"),
-        ("gain", "{gain:.2f}"),
-        ("step lockstep, ms", "{step_ms:.1f}"),
-        ("free", "{free[step_ms]:.1f}"),
-        ("tokens per step lockstep", "{tokens_per_step:.2f}"),
-        ("free", "{free[tokens_per_step]:.2f}"),
-    ),
     "sampled": partial(
         plain,
         "sampled",
