@@ -226,11 +226,6 @@ class Sequence:
         return self.token_ns[0] - self.admitted_ns
 
     @property
-    def misses_per_step(self) -> float:
-        """Tokens per step that had to be fed after they were decided."""
-        return (len(self.token_ns) - self.replayed - self.hits) / max(self.counts["steps"], 1)
-
-    @property
     def _near_end(self) -> bool:
         """Whether the tree reaches the last position; its deepest node is the last one."""
         return bool(self.tree.position[-1] >= self.last_position)

@@ -1,7 +1,4 @@
-"""Write docs/statistics.md from the dashboard's own glossary.
-
-python -m tools.docs.glossary
-"""
+"""`python -m tools.docs.glossary` writes docs/statistics.md from the dashboard's own glossary."""
 
 from __future__ import annotations
 
@@ -23,13 +20,9 @@ names by which [statistics](#statistics) and [metrics](metrics.md) have them.
 TAIL = """
 ## Statistics
 
-`pipespec generate` prints a line with the main ones; `generate --stats` and `bench` print all, with
-`--json` as one object; the
-[Python API](python-api.md) returns them with each output. Text goes to standard output, statistics
-to standard error. `trace=FILE.json` writes what each rank did and when, with the rows of each stage
-by kind, for <https://ui.perfetto.dev>.
-
-[Architecture](architecture.md#terms) has the words of the code.
+`pipespec generate` prints the main ones to standard error; `generate --stats` and `bench` print
+all, with `--json` as one object; the [Python API](python-api.md) returns them with each output.
+`trace=FILE.json` writes what each rank did, with its rows by kind, for <https://ui.perfetto.dev>.
 """
 Entry = tuple[str, str, list[str], list[str]]
 

@@ -174,7 +174,6 @@ def test_request_that_ended_before_has_a_time_for_every_token() -> None:
     assert statistics["replayed"] == 4
     assert statistics["token_ns"] == [THEN] * 4
     assert statistics["first_token"] == {}
-    assert sequence.misses_per_step == 0
 
 
 def test_first_token_counts_are_those_of_this_epoch() -> None:
@@ -186,9 +185,8 @@ def test_first_token_counts_are_those_of_this_epoch() -> None:
     assert sequence.first_token == {"steps": 5, "rows": 9, "rounds": 0, "overruns": 0}
 
 
-def test_replayed_tokens_are_neither_hits_nor_misses() -> None:
+def test_a_hit_is_a_token_that_was_on_its_way() -> None:
     sequence = opened("one")
-    assert sequence.misses_per_step == 0
     guess(sequence, "c", fed=True)
     sequence.accept([ord("c")], LATER)  # was on its way
     guess(sequence, "e", fed=False)
@@ -196,15 +194,6 @@ def test_replayed_tokens_are_neither_hits_nor_misses() -> None:
     guess(sequence, "x", fed=True)
     sequence.accept([ord(" ")], LATER)  # was not guessed
     assert sequence.hits == 1
-    sequence.counts["steps"] = 8
-    assert sequence.misses_per_step == 2 / 8
-
-
-def test_misses_before_the_first_step_count_as_those_of_one_step() -> None:
-    sequence = opened("one")
-    sequence.accept([ord("x")], LATER)
-    sequence.accept([ord("y")], LATER)
-    assert sequence.misses_per_step == 2
 
 
 @pytest.mark.parametrize(("left", "useful"), [(1, 0), (2, 1), (3, 2), (9, 2)])
