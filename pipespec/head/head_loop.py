@@ -121,6 +121,7 @@ class HeadLoop:
         while idle:
             idle = self.idle and not self._compiling
             if idle:
+                self.in_flight.pause()
                 self.publish(now=True)  # the next step may be far off
                 self.keep_learnt()
             room = max(self.admission.room - len(self._compiling), 0)

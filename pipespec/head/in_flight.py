@@ -48,6 +48,10 @@ class InFlight:
                 self._passes.append(now - sent)
                 self._pass_ns.add(now - sent)
 
+    def pause(self) -> None:
+        """The head waits for requests: how long the batches in flight take will say nothing."""
+        self._sent = deque((step, None) for step, _ in self._sent)
+
     def interval_ms(self, most: int) -> float:
         """After which the next batch should be sent, with `most` in flight: these are spread over a
         pass, as verdicts are then, of which each batch should know as many as it can."""

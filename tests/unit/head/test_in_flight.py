@@ -58,6 +58,15 @@ def test_batches_are_in_flight_until_their_verdicts_arrive():
     assert (counts, len(batches)) == ([1, 2, 2], 0)
 
 
+def test_waiting_for_requests_is_no_part_of_a_pass():
+    batches = after(4, 20)
+    known = batches.interval_ms(4)
+    batches.add_batch(4, 3, 0)
+    batches.pause()
+    batches.add_verdict(8, 60_000 * MS)
+    assert (len(batches), batches.interval_ms(4)) == (0, known)
+
+
 def test_batches_are_spread_over_a_pass():
     assert after(4, 98.5).interval_ms(10) == pytest.approx(10)
     assert InFlight(4).interval_ms(10) == 0
