@@ -18,7 +18,7 @@ from pipespec.controller.log_records import CANCELLED, Accepted
 from pipespec.controller.rank_controller import END_OF_SEQUENCE, Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
-from pipespec.core import GRAMMAR, Batch, Request, Verdict
+from pipespec.core import COMMITTED, GRAMMAR, KIND, Batch, Request, Verdict
 from pipespec.head.in_flight import InFlight
 from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
@@ -311,7 +311,8 @@ class HeadLoop:
         with self.timeline("send"):
             self.link.send(batch)
         self._done.append(transfer(0, batch.step))
-        self.in_flight.add_batch(batch.step, len(batch), self.timeline.clock())
+        measured = len(batch) > 0 and not (batch.rows[:, KIND] == COMMITTED).any()
+        self.in_flight.add_batch(batch.step, self.timeline.clock(), measured=measured)
 
     def send_draft_tokens(self, batch: Batch) -> None:
         """Send the draft tokens of lossy requests ahead: the last stage prefers them."""

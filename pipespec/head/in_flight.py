@@ -30,15 +30,17 @@ class InFlight:
     def __init__(self, num_steps: int) -> None:
         """`num_steps`: by how many steps a verdict's number is above that of its batch."""
         self._num_steps = num_steps
-        self._sent = deque[tuple[int, int | None]]()  # step, and moment if there were rows
+        self._sent = deque[tuple[int, int | None]]()  # step, and moment if it is measured
         self._passes = deque[int](maxlen=PASSES)  # ns
         self._pass_ns = Ema(MEMORY)
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def add_batch(self, step: int, rows: int, now: int) -> None:
-        self._sent.append((step, now if rows else None))
+    def add_batch(self, step: int, now: int, *, measured: bool = True) -> None:
+        """`measured`: how long it takes says how long others will, as it has rows, none of them of
+        a prompt."""
+        self._sent.append((step, now if measured else None))
 
     def add_verdict(self, step: int, now: int) -> None:
         """The verdict of a step arrived. Those of the first steps are of no batch."""

@@ -10,11 +10,11 @@ from pipespec.head.step_stats import MOST_IN_FLIGHT
 MS = 10**6
 
 
-def after(num_steps: int, pass_ms: float, rows: int = 3) -> InFlight:
+def after(num_steps: int, pass_ms: float) -> InFlight:
     """A pipeline through which some batches have passed, one at a time."""
     batches = InFlight(num_steps)
     for step in range(4):
-        batches.add_batch(step, rows, 0)
+        batches.add_batch(step, 0)
         batches.add_verdict(step + num_steps, round((pass_ms + step) * MS))
     return batches
 
@@ -39,10 +39,10 @@ def test_depth_is_that_of_a_pass_by_its_slowest_part(
     assert after(num_steps, pass_ms).depth(step_ms) == depth
 
 
-def test_a_queue_and_empty_batches_do_not_count_as_length():
+def test_a_queue_and_batches_that_are_not_measured_do_not_count_as_length():
     batches = after(4, 20)
     for step in range(4, 40):
-        batches.add_batch(step, 3 * (step % 2), 0)
+        batches.add_batch(step, 0, measured=step % 2 == 1)
         batches.add_verdict(step + 4, (200 if step % 2 else 1) * MS)
     assert batches.depth(5) == 4
 
@@ -51,7 +51,7 @@ def test_batches_are_in_flight_until_their_verdicts_arrive():
     batches = InFlight(2)
     counts = []
     for step in range(3):
-        batches.add_batch(step, 1, 0)
+        batches.add_batch(step, 0)
         batches.add_verdict(step, 0)  # those of the first two steps are of no batch
         counts.append(len(batches))
     batches.add_verdict(4, 0)
@@ -61,7 +61,7 @@ def test_batches_are_in_flight_until_their_verdicts_arrive():
 def test_waiting_for_requests_is_no_part_of_a_pass():
     batches = after(4, 20)
     known = batches.interval_ms(4)
-    batches.add_batch(4, 3, 0)
+    batches.add_batch(4, 0)
     batches.pause()
     batches.add_verdict(8, 60_000 * MS)
     assert (len(batches), batches.interval_ms(4)) == (0, known)
