@@ -122,14 +122,18 @@ class Controller(RequestLog):
             self._ready.pop(task.id, None)
         self._send_blocking_pop()
 
-    def wait(self, task: Task, timeout: float | None = None) -> bytes | None:
+    def wait(
+        self, task: Task, timeout: float | None = None, *, or_request: bool = False
+    ) -> bytes | None:
         """The payload of an announced task of this rank, once it is ready: the payloads of what
         came before it, concatenated in the order of completion. None: it is not ready within
-        `timeout` seconds. Each task can be waited for once. Raises StaleEpoch when a new epoch has
-        begun."""
+        `timeout` seconds, or before a request arrives (`or_request`). Each task can be waited for
+        once. Raises StaleEpoch when a new epoch has begun."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
+                if or_request and self._arrived:
+                    return None
                 left = max(0.0, deadline - time.monotonic())
                 if not self._read_announcement(min(left, LOOK_S)):
                     # An earlier command that was refused may be the reason why nothing comes.

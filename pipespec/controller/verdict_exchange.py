@@ -75,14 +75,18 @@ class VerdictReceiver:
         self.num_received = 0  # verdicts so far, and the step of the next
         self._payload: bytes | None = None  # of the next verdict, still under way
 
-    def verdict(self, timeout: float | None = None) -> list[Verdict] | None:
-        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds. Of
-        the wait, only the part after the verdict was drawn counts as the controller's time: before
-        that the pipeline was computing."""
+    def verdict(
+        self, timeout: float | None = None, *, or_request: bool = False
+    ) -> list[Verdict] | None:
+        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds, or
+        before a request for the head did (`or_request`). Of the wait, only the part after the
+        verdict was drawn counts as the controller's time: before that the pipeline was
+        computing."""
         start = self.timeline.clock()
         with self.timeline("wait"):
             if self._payload is None:
-                self._payload = self.controller.wait(prune(self.rank, self.num_received), timeout)
+                awaited = prune(self.rank, self.num_received)
+                self._payload = self.controller.wait(awaited, timeout, or_request=or_request)
             if self._payload is None:
                 return None
             verdicts, drawn_ns = unpack_verdicts(self._payload)

@@ -236,7 +236,9 @@ class HeadLoop:
             while self.receiver.num_received <= step:
                 self.apply_verdicts(self.receiver.verdict())
             return
-        while (verdicts := self.receiver.verdict(self._patience())) is not None:
+        # A pass may be long, and a request that arrives need not wait for it.
+        asked = {"or_request": self.admission.room > 0}
+        while (verdicts := self.receiver.verdict(self._patience(), **asked)) is not None:
             self.apply_verdicts(verdicts)
             # A policy that delays no batch for a draft round has one for each verdict.
             if self.scheduler.stats.in_flight is None and self._patience() == 0:

@@ -123,7 +123,9 @@ class StoryController:
         if payload:
             self.payloads.append(payload)
 
-    def wait(self, task: Task, timeout: float | None = None) -> bytes:
+    def wait(
+        self, task: Task, timeout: float | None = None, *, or_request: bool = False
+    ) -> bytes | None:
         return pack_verdicts(self.verdicts(task.step), 0)
 
     def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:

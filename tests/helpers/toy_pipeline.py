@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.controller.task_graph import Layout, Task, TaskKind
+from pipespec.controller.task_graph import Layout, Task
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
@@ -106,9 +106,9 @@ class Board:
     def complete(self, tasks: list[Task], payload: bytes = b"") -> None:
         self.visible = max(self.visible, self.next_visible)
 
-    def wait(self, task: Task, timeout: float | None = None) -> bytes | None:
-        if task.kind is TaskKind.TRANSFER:
-            return np.zeros(1, "<i8").tobytes()
+    def wait(
+        self, task: Task, timeout: float | None = None, *, or_request: bool = False
+    ) -> bytes | None:
         if timeout is not None:
             return self.drawn[task.step] if task.step < self.visible else None
         assert task.step < len(self.drawn), "a stage waits for what cannot arrive"

@@ -126,6 +126,17 @@ def test_nothing_is_announced_before_the_verdict(cluster: Cluster) -> None:
     assert cluster.ranks[1].wait(prune(1, 0), timeout=0.01) is None
 
 
+def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster: Cluster) -> None:
+    head = cluster.ranks[0]
+    head.submit(step_graph(cluster.layout, 0))
+    assert head.next_requests(1, wait=False) == []
+    cluster.ranks[1].enqueue(prompt=(1, 2), max_new_tokens=1)
+    assert head.wait(prune(0, 0), or_request=True) is None
+    assert len(head.next_requests(1, wait=False) or ()) == 1
+    cluster.ranks[3].complete([compute(3, 0)], b"v")
+    assert head.wait(prune(0, 0), or_request=True) == b"v"
+
+
 def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
     for step in range(2):
         cluster.ranks[0].submit(step_graph(cluster.layout, step))

@@ -172,7 +172,7 @@ def test_free_running_head_decides_how_many_batches_are_in_flight(
         loop.scheduler.learn(learnt)
     wait, counts = controller.wait, []
 
-    def late(task: Task, timeout: float | None = None) -> bytes | None:
+    def late(task: Task, timeout: float | None = None, **_: bool) -> bytes | None:
         if timeout is not None:
             return None
         assert task.step - NUM_STAGES < len(link.sent), "no such verdict will ever come"
