@@ -31,7 +31,6 @@ def profile_run(
     `min_ms` gives the least time of a batch by its rows; the `last` stage computes logits too.
     """
     times = RowTimes()
-    _compute_ms(runner, 1, last)  # the first batch of a process loads and makes what others need
     for rows in profiled_sizes(most):
         took = _compute_ms(runner, rows, last)
         is_long = took > LONG_MS
