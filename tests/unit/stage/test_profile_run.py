@@ -16,8 +16,9 @@ from tests.helpers import models
 
 @pytest.mark.parametrize(("layers", "last"), [(range(1), False), (range(1, 2), True)])
 def test_profile_measures_every_size_and_leaves_no_slot_allocated(
-    tmp_path: Path, layers: range, last: bool
+    tmp_path: Path, layers: range, last: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("pipespec.stage.profile_run.LONG_MS", 1e9)  # however busy the machine is
     folder = models.build("llama", tmp_path, num_hidden_layers=2)
     runner = SliceRunner(ModelSlice.load(folder, layers, num_slots=30), 30)
     points = profile_run(runner, 30, lambda rows: 0.0, last=last).points()
