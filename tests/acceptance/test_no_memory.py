@@ -23,13 +23,13 @@ from tools.rig import cluster
 NEW_TOKENS = 12
 LONG = tuple(range(2, 62))  # its prompt fills a batch
 # Shares the beginning of the long prompt, and needs little memory.
-CHILD = (*LONG[:40], 9, 9)
+CHILD = (*LONG[:24], 9, 9)
 SHORT = [(3, 1, 4, 1, 5, 9, 2, 6), (8, 2, 8, 1, 8), CHILD]
 DRAWN = SamplingParams(temperature=0.9, seed=7, prompt_logprobs=1)
 SETTINGS = {
     "root": ("policy=root", "cluster.stages=2"),
-    "best_first": ("policy.width=8", "cluster.stages=3"),
-    "free": ("policy.width=8", "cluster.stages=3", "cluster.sync=free"),
+    "lockstep": ("policy.width=8", "cluster.stages=3", "cluster.sync=lockstep"),
+    "free": ("policy.width=8", "cluster.stages=3"),
 }
 
 
