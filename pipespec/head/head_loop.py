@@ -238,10 +238,12 @@ class HeadLoop:
             return
         # A pass may be long, and a request that arrives need not wait for it.
         asked = {"or_request": self.admission.room > 0}
-        while (verdicts := self.receiver.verdict(self._patience(), **asked)) is not None:
+        patience = self._patience()
+        while (verdicts := self.receiver.verdict(patience, **asked)) is not None:
             self.apply_verdicts(verdicts)
+            patience = self._patience()
             # A policy that delays no batch for a draft round has one for each verdict.
-            if self.scheduler.stats.in_flight is None and self._patience() == 0:
+            if self.scheduler.stats.in_flight is None and patience == 0:
                 return
 
     def _patience(self) -> float | None:
