@@ -26,7 +26,7 @@ from pipespec.timing.batch_times import unpack as unpack_times
 
 # More open steps than this are a bug (a rank completes nothing), not a deep pipeline.
 MAX_OPEN_STEPS = 1024
-# Blocking pops under way.
+# Blocking pops under way, so that as many announcements need no further trip.
 POPS = 32
 # How often a waiting rank checks whether an earlier command of its own was refused.
 LOOK_S = 0.5
@@ -49,11 +49,11 @@ END_OF_SEQUENCE = DraftTokens(2**62, *np.empty((3, 0), np.int64))
 class Controller(RequestLog):
     """One rank's client, for one epoch. Not for several threads. `submit` and `complete` do not
     wait for Redis: an error of theirs surfaces at a later call, or at once if Redis was quick. A
-    second connection always has a blocking pop of the rank's ready list under way before it is
-    needed, so an announced task costs its owner half a round trip. `kv_tokens` tokens of text fit
-    the rank's KV cache; None: it has none. `row_times`: of its batches, as far as they are
-    measured. `computing`: its attention backend and other choices (`ModelSlice.outcome`), for
-    `pipespec status`. Raises Unreachable or StaleEpoch."""
+    second connection always has blocking pops of the rank's ready list under way before they are
+    needed, so an announced task costs its owner half a round trip, however many are announced.
+    `kv_tokens` tokens of text fit the rank's KV cache; None: it has none. `row_times`: of its
+    batches, as far as they are measured. `computing`: its attention backend and other choices
+    (`ModelSlice.outcome`), for `pipespec status`. Raises Unreachable or StaleEpoch."""
 
     def __init__(
         self,

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from pipespec.head.step_stats import MOST_IN_FLIGHT
 from pipespec.timing.batch_times import Ema
 
+# Batches in flight at most, where there are no more stages.
+MOST_IN_FLIGHT = 32
 # Times of passes among which the least counts; it is that of links and stages without a queue.
 PASSES = 64
 # Steps that the estimate of the head's own work remembers.

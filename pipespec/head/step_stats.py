@@ -17,6 +17,7 @@ from pipespec.head.decoding_modes import (
     LearntSteps,
     SpeculationTrials,
 )
+from pipespec.head.in_flight import MOST_IN_FLIGHT
 from pipespec.head.policies.policy import (
     NO_PROBABILITIES,
     OfferedRows,
@@ -36,8 +37,6 @@ from pipespec.timing.batch_times import (
     size_bucket,
 )
 
-# Batches that the links and stages of a pipeline hold at most, beside one for each stage.
-MOST_IN_FLIGHT = 32
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.

@@ -39,9 +39,9 @@ from pipespec.engine.tensor_parallel.tp_member import follow_tp_leader, leading_
 from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
+from pipespec.head.in_flight import MOST_IN_FLIGHT
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.step_stats import MOST_IN_FLIGHT
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.system.cores import should_spin

@@ -324,7 +324,10 @@ def _no_room(target: PlannedModel, draft: PlannedModel | None, gpus: Sequence[GP
     whole = ", but not in whole layers, one or more on each"
     said += f": {missing / GIB:.1f} GiB are missing" if missing > 0 else whole
     remedies = []
-    too_long = lambda tokens: not fits(replace(target, context=tokens), draft, gpus)  # noqa: E731
+
+    def too_long(tokens: int) -> bool:
+        return not fits(replace(target, context=tokens), draft, gpus)
+
     if (shorter := bisect_left(range(context), True, key=too_long)) > LEAST_CONTEXT:
         remedies.append(f"--context {shorter - 1}")
     if smaller := fewer_bits(target, lambda each: fits(each, draft, gpus)):

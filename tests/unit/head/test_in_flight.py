@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.head.in_flight import InFlight
-from pipespec.head.step_stats import MOST_IN_FLIGHT
+from pipespec.head.in_flight import MOST_IN_FLIGHT, InFlight
 
 MS = 10**6
 
