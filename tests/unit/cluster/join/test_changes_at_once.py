@@ -145,7 +145,7 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
         assert "quick" not in cluster.names
         cluster.join(QUICK)
         assert not work.done()
-        assert any(" of " in each and each.endswith(" s") for each in cluster.sentences), "shown"
+        until(lambda: any(" of " in each and each.endswith(" s") for each in cluster.sentences))
         if end == "goes on":
             cluster.goes_on.set()
             if still == "import":
