@@ -112,9 +112,11 @@ class RangeSource:
             stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
             if not whole and found != stated:
                 raise _Again(f"it sends the range {found!r} for {stated!r}")
+            before = len(data)
             for chunk in answer.iter_raw():
                 start += len(chunk)
-                if start > stop:
+                if start > stop:  # so what came before is not trusted, and is no progress
+                    del data[before:]
                     raise _Again("it sends more bytes than were asked for")
                 data += chunk
             if start < stop:
