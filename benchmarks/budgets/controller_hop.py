@@ -27,7 +27,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.controller.task_graph import Graph, Layout, compute, prune, step_graph, transfer
+from pipespec.controller.task_graph import Graph, compute, prune, step_graph, transfer
 from pipespec.system.network_interfaces import LOOPBACK
 
 NAMESPACE = "benchmark"
@@ -104,10 +104,9 @@ def redis_times(pipe: RedisConnection) -> tuple[float, float]:
 
 
 def measure_work(url: str, stages: int, steps: int) -> list[Row]:
-    layout = Layout(stages)
-    last = layout.last
+    last, everyone = stages, range(stages + 1)
     epoch = epoch_control.begin_epoch(url, NAMESPACE)
-    ranks = [Controller(url, namespace=NAMESPACE, epoch=epoch, rank=rank) for rank in layout.ranks]
+    ranks = [Controller(url, namespace=NAMESPACE, epoch=epoch, rank=rank) for rank in everyone]
     head = ranks[0]
     request = head.enqueue(prompt=(1,), max_new_tokens=steps)
     pipe = RedisConnection(url)
@@ -115,7 +114,7 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
     submits, completes = [], []
     before = redis_times(pipe)
     for step in range(steps):
-        submits.append(timed(lambda step=step: head.submit(step_graph(layout, step))))
+        submits.append(timed(lambda step=step: head.submit(step_graph(stages, step))))
         ranks[last].complete([compute(last, step), prune(last, step)], verdict)
         for rank in range(last):
             ranks[rank].wait(prune(rank, step))

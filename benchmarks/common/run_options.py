@@ -51,7 +51,6 @@ def add_cluster(parser: argparse.ArgumentParser, *, machine: str, stages: int = 
     parser.add_argument("--draft-ms", type=float, help="a draft round (as the machine says)")
     parser.add_argument("--scale", type=float, default=1.0, help="emulate so much slower (1)")
     parser.add_argument("--link", default="none", help="a file of conf/emulate_link/ (none)")
-    parser.add_argument("--sync", default="lockstep", help="lockstep or free (lockstep)")
 
 
 def cluster(options: argparse.Namespace) -> list[str]:
@@ -59,7 +58,6 @@ def cluster(options: argparse.Namespace) -> list[str]:
     settings = [
         f"cluster.stages={options.stages}",
         "cluster.devices=[cpu]",
-        f"cluster.sync={options.sync}",
         f"emulate={options.machine}",
         f"emulate_link={options.link}",
     ]
@@ -219,7 +217,6 @@ def tags(options: argparse.Namespace) -> str:
     elif options.machine != "none" or options.link != "none":
         given = [name for name in (options.machine, options.link) if name != "none"]
         given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
-        given += [options.sync] if options.sync != "lockstep" else []
         words.append(f"EMULATED ({', '.join(given)})")
     if is_synthetic(options):
         words.append(f"SYNTHETIC draft ({options.curve})")

@@ -149,7 +149,6 @@ def run(options: argparse.Namespace, folder: Path) -> ChaosRun:
             *where,
             "model.dtype=float32",
             f"model.context={CONTEXT}",
-            f"cluster.sync={options.sync}",
             f"scheduler.max_num_seqs={options.in_flight}",
         ]
         try:
@@ -239,7 +238,7 @@ def publish(options: argparse.Namespace, outcome: ChaosRun) -> None:
     where = f"{options.hosts} hosts" if options.hosts else "one machine"
     title = (
         f"{len(outcome.results)} faults with {options.in_flight} requests in flight: "
-        f"{options.stages} stages, {options.sync}, {where}, "
+        f"{options.stages} stages, {where}, "
         f"{options.tokens} tokens, seed {options.seed}"
     )
     counts = outcome.counts
@@ -282,7 +281,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of all random choices (1)")
     parser.add_argument("--stages", type=int, default=3, help="(3)")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (32)")
-    parser.add_argument("--sync", choices=("lockstep", "free"), default="free")
     parser.add_argument("--hosts", type=int, default=0, help="of a test bed; needs root (none)")
     parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")

@@ -215,8 +215,6 @@ def hosts_of(config: Config) -> HostsFile:
 
 def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
     """The deployment of a cluster that hosts can join. Raises ConfigError."""
-    if deployment.config.cluster.groups is not None:
-        raise ConfigError("Hosts change the number of stages, so leave cluster.groups out.")
     if deployment.config.transport.backend == NCCL:
         raise ConfigError(
             "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."

@@ -38,7 +38,6 @@ MAX_SEQS = 4096  # requests that are open at once
 KEPT_STATES, STATE_INTERVAL = 32, 1024
 AUTO = "auto"
 MAX_THREADS = 4096
-SYNCS = ("lockstep", "free")
 RETAINED = 4  # ended ones whose text may stay in KV, for each that may be open
 
 
@@ -52,21 +51,6 @@ class ClusterConfig:
         "set, a model.target has one for each GPU of this machine, and without GPUs one.",
         "stages",
         limits=(1, MAX_STAGES),
-    )
-    groups: Any = setting(
-        None,
-        "Consecutive stages that form one step of the pipeline (PipeDec's groups, §4.1): their "
-        "sizes, as in [2,2], or one size for all; null makes every stage a step.",
-        "stages",
-        kind=int | list[int] | None,
-        experimental=True,
-    )
-    sync: str = setting(
-        "free",
-        "free lets the head decide how many batches are in flight; lockstep has one for each "
-        "stage, all of which wait for each verdict.",
-        choices=SYNCS,
-        experimental=True,
     )
     devices: list[str] = setting(
         ["auto"],
@@ -128,12 +112,6 @@ class ClusterConfig:
                     f"cluster.{name} is {getattr(self, name)}, but a hosts file has {name} of its "
                     "own; write it there and leave this out."
                 )
-        sizes = self.group_sizes
-        if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
-            raise ConfigError(
-                f"cluster.groups is {self.groups}, but must be positive sizes that add up to "
-                f"cluster.stages={self.stages}, or one size that divides it."
-            )
         for device in self.devices:
             if not DEVICE.fullmatch(device):
                 raise ConfigError(f"cluster.devices holds {device!r}, but {A_DEVICE}.")
@@ -146,13 +124,6 @@ class ClusterConfig:
                 f"cluster.devices names {len(self.devices)} devices, but must name 1 (for every "
                 f"rank) or {workers} (the head, then {self.stages} stages{each})."
             )
-
-    @property
-    def group_sizes(self) -> tuple[int, ...] | None:
-        """How many stages each group has, in order; None: no groups."""
-        if isinstance(self.groups, int):
-            return (self.groups,) * (self.stages // max(self.groups, 1))
-        return None if self.groups is None else tuple(self.groups)
 
 
 @dataclass(frozen=True)

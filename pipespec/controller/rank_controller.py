@@ -30,10 +30,9 @@ MAX_OPEN_STEPS = 1024
 POPS = 32
 # How often a waiting rank checks whether an earlier command of its own was refused.
 LOOK_S = 0.5
-# How long the ready lists of an old epoch keep the entry that ends its ranks.
+# How long the ready lists of an old epoch keep the entry that ends its ranks, and draft tokens of a
+# lossy sequence are kept after the last ones.
 KEEP_STALE_S = 60
-# How often the last stage polls for draft tokens that the head is about to publish.
-AGAIN_S = 0.0005
 # How many steps the stream for dashboards holds, and for how long after the last one.
 MAX_PUBLISHED_STEPS = 256
 KEEP_PUBLISHED_S = 10
@@ -41,9 +40,6 @@ KEEP_PUBLISHED_S = 10
 CANCEL = b"CANCEL "
 # The entry of a ready list that lua/includes/notify_head.lua makes.
 ARRIVED = b"ARRIVED"
-# The draft tokens with which the head ends a lossy sequence: the last stage, which may still have
-# its rows, waits for no more.
-END_OF_SEQUENCE = DraftTokens(2**62, *np.empty((3, 0), np.int64))
 
 
 class Controller(RequestLog):
@@ -96,8 +92,8 @@ class Controller(RequestLog):
         # How many requests were left there, and what waited at the head then.
         self._num_left = 0
         self._waiting: Mapping[str, tuple[int, int]] = {}
-        # Of each lossy sequence: the last entry of its draft tokens that was read, and its step.
-        self._draft_positions: dict[int, tuple[str, int]] = {}
+        # Of each lossy sequence: the last entry of its draft tokens that was read.
+        self._draft_positions: dict[int, str] = {}
         self._send_blocking_pop()
 
     def close(self) -> None:
@@ -189,31 +185,24 @@ class Controller(RequestLog):
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
         """Publishes the draft tokens that the head schedules of a lossy sequence in a step. The
         rule of acceptance chooses among the children of the newest token, whose rows are still in
-        earlier stages: the last stage has them about as many steps ahead as there are stages."""
+        earlier stages."""
         key = self._keys.draft_tokens(self._epoch, sequence)
         self._pipe.send(
             "XADD", key, "MAXLEN", "~", MAX_OPEN_STEPS, "*", "draft", pack_draft_tokens(draft)
         )
-        self._pipe.send(
-            "EXPIRE", key, KEEP_STALE_S if draft is END_OF_SEQUENCE else KEEP_FINISHED_S
-        )
+        self._pipe.send("EXPIRE", key, KEEP_STALE_S)
         self._pipe.drain()
 
-    def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
-        """The draft tokens of a sequence that the head has published since the last call. Waits for
-        those of the step `until`; None: does not wait. Raises StaleEpoch."""
+    def read_draft_tokens(self, sequence: int) -> list[DraftTokens]:
+        """The draft tokens of a sequence that the head has published since the last call."""
         key = self._keys.draft_tokens(self._epoch, sequence)
         found: list[DraftTokens] = []
-        while True:
-            seen = self._draft_positions.get(sequence, ("0", -1))
-            reply = self._pipe.call("XREAD", "STREAMS", key, seen[0])
-            for entry, fields in entries_of(reply[0][1]) if reply else []:
-                found.append(unpack_draft_tokens(fields[b"draft"]))
-                self._draft_positions[sequence] = seen = entry, found[-1].step
-            if until is None or seen[1] >= until:
-                return found
-            with Waiting():
-                self._read_announcement(AGAIN_S)
+        seen = self._draft_positions.get(sequence, "0")
+        reply = self._pipe.call("XREAD", "STREAMS", key, seen)
+        for entry, fields in entries_of(reply[0][1]) if reply else []:
+            found.append(unpack_draft_tokens(fields[b"draft"]))
+            self._draft_positions[sequence] = entry
+        return found
 
     def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
         """Publishes the head's state, and its counts in this epoch."""

@@ -263,7 +263,7 @@ class LearntSteps:
         rounds: draft rounds in a step, or "auto".
         stored: of an earlier run (`stored`).
         windowed: whether a step lasts until a batch may be sent, by the number in flight; else, as
-            in lockstep, as long as each stage takes for a batch.
+            in a simulation, as long as each stage takes for a batch.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from math import inf
 from typing import Any
 
 from pipespec.controller.log_records import CANCELLED, Accepted
-from pipespec.controller.rank_controller import END_OF_SEQUENCE, Controller
-from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.task_graph import Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import COMMITTED, GRAMMAR, KIND, Batch, Request, Verdict
 from pipespec.head.in_flight import InFlight
@@ -49,7 +49,7 @@ class HeadSettings:
     """Settings of the loop of the head.
 
     Attributes:
-        layout: the stages, their groups, and whether ranks wait for verdicts.
+        num_stages: those of the pipeline.
         stop_check: makes the check of a request's text for its stop strings.
         delay_ms: milliseconds that a verdict takes to the head at least.
         clock: the least time of a draft round.
@@ -58,7 +58,7 @@ class HeadSettings:
         keep_learnt: keeps what was learnt of steps for the next run.
     """
 
-    layout: Layout
+    num_stages: int
     stop_check: Callable[[Request], StopCheck]
     delay_ms: float = 0.0
     clock: StepClock = REAL_TIME
@@ -86,14 +86,12 @@ class HeadLoop:
         self.link = link
         self.controller = controller
         self.settings = settings
-        self.layout = settings.layout
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        self.in_flight = InFlight(self.layout.num_steps)
+        self.in_flight = InFlight(settings.num_stages)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
-        self._submitted = 0  # steps
         self._rounds = RowTimes()  # of the draft, by the nodes that they expanded
         # Verdicts that were applied, but neither logged nor passed to the proposer, by request.
         self._unlogged: list[tuple[int, Verdict]] = []
@@ -172,10 +170,9 @@ class HeadLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request, and no batch on its way."""
-        if self.layout.free:  # verdicts that are still to come decide nothing
-            return self.admission.idle and not self.admission.has_unsent_departures
-        return self.admission.idle and not self.scheduler.draining
+        """Whether there is no request, and nothing to send."""
+        # Verdicts that are still to come decide nothing.
+        return self.admission.idle and not self.admission.has_unsent_departures
 
     def start_sequence(self, sequence: Sequence) -> None:
         """See `Pipeline`, as for the other methods that `run_step` calls."""
@@ -184,24 +181,20 @@ class HeadLoop:
         self.proposer.start_sequence(sequence.context)
 
     def begin_step(self) -> None:
-        step = self.timeline.step = self.scheduler.step
+        self.timeline.step = self.scheduler.step
         self._step_started_ns = self.timeline.clock()
         self.settings.masks.grant_share(self.scheduler.stats.without_prompts.value)
         stats = self.scheduler.stats
-        if self.layout.free and (most := stats.in_flight) is not None and most > 1:
+        if (most := stats.in_flight) is not None and most > 1:
             stats.due_ms = self.in_flight.interval_ms(most)
         else:
             stats.due_ms = inf
-        # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
-        ahead = self.layout.num_steps if self.layout.free else 0
-        self.submit_steps(step + ahead)
+        self.submit_step()
 
-    def submit_steps(self, last: int) -> None:
-        """Submit the task graphs of the steps up to `last`."""
+    def submit_step(self) -> None:
+        """Submit the task graph of the step that begins."""
         with self.timeline("control"):
-            while self._submitted <= last:
-                self.controller.submit(step_graph(self.layout, self._submitted))
-                self._submitted += 1
+            self.controller.submit(step_graph(self.settings.num_stages, self.scheduler.step))
 
     def elapsed_ms(self) -> float:
         return self._ms_since(self._step_started_ns)
@@ -226,16 +219,10 @@ class HeadLoop:
         return proposals, took_ms
 
     def receive_verdicts(self) -> None:
-        """In lockstep the batch is due when the verdict of the step has arrived; running free, once
-        it has rows and fewer batches are in flight than should be."""
-        step = self.scheduler.step
-        done, self._done = [*self._done, compute(0, step)], []
+        """The batch is due once it has rows and fewer batches are in flight than should be."""
+        done, self._done = [*self._done, compute(0, self.scheduler.step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        if not self.layout.free:
-            while self.receiver.num_received <= step:
-                self.apply_verdicts(self.receiver.verdict())
-            return
         # A pass may be long, and a request that arrives need not wait for it.
         asked = {"or_request": self.admission.room > 0}
         patience = self._patience()
@@ -305,8 +292,6 @@ class HeadLoop:
         self.log_accepted()
         if sequence.number == NOT_IN_PIPELINE:
             return
-        if sequence.request.sampling.lossy:
-            self.controller.publish_draft_tokens(sequence.number, END_OF_SEQUENCE)
         self.proposer.end_sequence(sequence.number)
         sequence.leave_pipeline()
 
@@ -357,8 +342,7 @@ class HeadLoop:
             self._published = at
             with self.timeline("control"):
                 self.controller.publish_statistics(self.scheduler.gauges(), self.scheduler.counts())
-                of_stage = merge_times(self.controller.row_times())
-                self.scheduler.update_stage_times(of_stage.scaled(self.layout.largest_group))
+                self.scheduler.update_stage_times(merge_times(self.controller.row_times()))
                 if self.scheduler.learnt is not None:
                     depth = self.in_flight.depth(self.scheduler.stats.least_ms)
                     self.scheduler.learnt.deepen(depth)
@@ -375,6 +359,6 @@ class HeadLoop:
             self.settings.keep_learnt(learnt.stored())
 
     def stop(self) -> None:
-        """Send the last batch, and submit the steps in which it passes the stages."""
-        self.submit_steps(self.scheduler.step + self.layout.num_steps)
+        """Send the last batch."""
+        self.submit_step()
         self.send(Batch(self.scheduler.step, stop=True))

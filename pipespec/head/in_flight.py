@@ -1,5 +1,5 @@
-"""The batches on their way through the pipeline, running free: how many there are, and how many
-would keep it busy."""
+"""The batches on their way through the pipeline: how many there are, and how many would keep it
+busy."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class InFlight:
     Holds no clock: moments are arguments, in nanoseconds.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        """`num_steps`: by how many steps a verdict's number is above that of its batch."""
-        self._num_steps = num_steps
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self._sent = deque[tuple[int, int | None]]()  # step, and moment if it is measured
         self._passes = deque[int](maxlen=PASSES)  # ns
         self._pass_ns = Ema(MEMORY)
@@ -44,12 +43,12 @@ class InFlight:
         self._sent.append((step, now if measured else None))
 
     def add_verdict(self, step: int, now: int) -> None:
-        """The verdict of a step arrived. Those of the first steps are of no batch."""
-        while self._sent and self._sent[0][0] <= step - self._num_steps:
-            _, sent = self._sent.popleft()
-            if sent is not None:
-                self._passes.append(now - sent)
-                self._pass_ns.add(now - sent)
+        """The verdict on the batch of a step arrived: on the oldest in flight."""
+        of_batch, sent = self._sent.popleft()
+        assert of_batch == step, "verdicts arrive in order"
+        if sent is not None:
+            self._passes.append(now - sent)
+            self._pass_ns.add(now - sent)
 
     def pause(self) -> None:
         """The head waits for requests: how long the batches in flight take will say nothing."""
@@ -61,13 +60,13 @@ class InFlight:
         return (self._pass_ns.value or 0.0) / most / 1e6
 
     def depth(self, step_ms: float) -> int:
-        """Batches that keep the pipeline busy: the steps that a batch takes, or so many times two
+        """Batches that keep the pipeline busy: as many as stages, or so many times two
         of them as a pass, with links, lasts longer than the slowest part takes for a batch, at
         least `step_ms`."""
         pass_ms = min(self._passes, default=0) / 1e6
-        links_ms = pass_ms - step_ms * self._num_steps
-        if not step_ms or links_ms < LONG_MS * (self._num_steps + 1):
-            return self._num_steps
-        ratio = pass_ms / step_ms / self._num_steps / SURELY
+        links_ms = pass_ms - step_ms * self._num_stages
+        if not step_ms or links_ms < LONG_MS * (self._num_stages + 1):
+            return self._num_stages
+        ratio = pass_ms / step_ms / self._num_stages / SURELY
         doublings = max(math.floor(math.log2(ratio)), 0) if ratio > 0 else 0
-        return max(min(self._num_steps << doublings, MOST_IN_FLIGHT), self._num_steps)
+        return max(min(self._num_stages << doublings, MOST_IN_FLIGHT), self._num_stages)

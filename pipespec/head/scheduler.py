@@ -68,12 +68,6 @@ class Scheduler:
         self._decided = 0  # tokens, in this step
         self._draft_has_no_room = False  # for any node of its last round
         self._draft_reads_prompts = False  # in its last round of this step
-        self._busy_until = 0  # the step in which the last batch with rows leaves the pipeline
-
-    @property
-    def draining(self) -> bool:
-        """Whether batches are on their way, so that the pipeline must keep stepping."""
-        return self.admission.has_unsent_departures or self.step <= self._busy_until
 
     def gauges(self) -> dict[str, int]:
         """Numbers of requests, KV slots in all, held by requests, and held by retained prefixes
@@ -260,8 +254,6 @@ class Scheduler:
         self._count(plan, batch)
         self._mark_fed(plan)
         self.admission.attach_changes(batch)
-        if len(batch) or batch.finished or batch.preempted:
-            self._busy_until = self.step + self.config.num_steps
         self.step += 1
         return batch
 

@@ -280,8 +280,8 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
     is on its way in before a verdict frees the last.
     """
     chunk = config.decode.prefill_chunk
-    # Running free, links hold batches too: as many of full width as ranks, or more smaller ones.
-    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    # Links hold batches too: as many of full width as ranks, or more smaller ones.
+    in_flight = 2 * num_ranks
     found = Counter({"model.context": context})
     found["policy.width"] += max(config.max_rows - chunk, 0)
     found["decode.prefill_chunk"] += min(config.max_rows, chunk)

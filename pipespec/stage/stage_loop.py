@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
+from pipespec.controller.task_graph import Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
 from pipespec.core import DRAFT, KIND, SEQUENCE, Batch, SequenceStart, Verdict
 from pipespec.engine.slice.runner import SliceRunner
@@ -38,7 +38,7 @@ class StageSettings:
     """Settings of the loop of a stage.
 
     Attributes:
-        layout: the stages, their groups, and whether ranks wait for verdicts.
+        num_stages: those of the pipeline.
         delay_ms: milliseconds that a verdict takes to this rank at least.
         clock: the least time of a step.
         attention: the backend, for the statistics.
@@ -47,7 +47,7 @@ class StageSettings:
         share_cores: is told before a batch whether other stages compute meanwhile.
     """
 
-    layout: Layout
+    num_stages: int
     delay_ms: float = 0.0
     clock: StepClock = REAL_TIME
     attention: str = ""
@@ -59,9 +59,8 @@ class StageSettings:
 class StageLoop:
     """One stage of the pipeline, at one rank.
 
-    In lockstep it computes in step t the batch that its neighbour sent in step t-1. Inside a group
-    (PipeDec's G_i) the batch goes on within the step, before the verdict arrives. Running free, a
-    rank applies the verdicts that have arrived, before and after it computes, and waits for none.
+    It applies the verdicts that have arrived, before and after it computes, and waits for none but
+    those that free what a batch needs.
     """
 
     def __init__(
@@ -74,20 +73,15 @@ class StageLoop:
         times: RowTimes | None = None,
     ):
         """`times`: measurements of this stage's batches so far."""
-        layout = settings.layout
         self.runner, self.link, self.controller = runner, link, controller
-        self.settings, self.layout, self.timeline = settings, layout, timeline
+        self.settings, self.timeline = settings, timeline
         self.rank = link.rank
-        self.last = link.rank == layout.last
-        self.free = layout.free
-        # A neighbour in the same group computes the same batch in the same step.
-        self.joins_previous = layout.same_group(link.rank - 1)
-        self.joins_next = not self.last and layout.same_group(link.rank)
+        self.last = link.rank == settings.num_stages
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
-        self.step = 0
+        self.step = 0  # of the batch that is computed
         self._done: list[Task] = []
-        # Whether the batches of the steps before, which are in later stages now, had rows.
-        self._behind = deque[bool](maxlen=layout.num_steps - 1)
+        # Whether the batches before, which are in later stages now, had rows.
+        self._behind = deque[bool](maxlen=settings.num_stages - 1)
         self._times = times or RowTimes()
         self._usual_ms = Ema()  # of a batch with rows
         self._published_ns = timeline.clock()  # when measurements were published last
@@ -112,17 +106,14 @@ class StageLoop:
 
     def run_step(self) -> bool:
         batch = self.receive()
-        if self.free:
-            self.apply_arrived_verdicts()
+        self.apply_arrived_verdicts()
         self.share_prefixes(batch)
         reports = self.finish_sequences(batch)
         self.start_sequences(batch)
         dropped = self._counts["dropped"]
         computed = self.compute(batch)
-        if self.joins_next:
-            self.send(computed)
         self.receive_verdicts()
-        if not (self.last or self.joins_next):
+        if not self.last:
             self.send(self.prune(computed))
         if self.timeline.record:
             draft, pruned = batch.rows[:, KIND] == DRAFT, self._counts["dropped"] - dropped
@@ -137,16 +128,13 @@ class StageLoop:
             while not self.last and self.receiver.num_received <= self.step:
                 self.apply_verdicts(self.receiver.verdict())
             self.controller.complete(self._done)
-        self.step += 1
         return not batch.stop
 
     def receive(self) -> Batch:
-        self.timeline.step = self.step
         # Counts the wait of rank 1 for an idle head too.
         with self.timeline("receive"):
-            sent = self.step if self.joins_previous else self.step - 1
-            batch = self.link.recv() if sent >= 0 else Batch(step=-1)
-        assert batch.step == sent, "the links are in step"
+            batch = self.link.recv()
+        self.step = self.timeline.step = batch.step
         return batch
 
     def share_prefixes(self, batch: Batch) -> None:
@@ -208,7 +196,7 @@ class StageLoop:
     def compute(self, batch: Batch) -> Batch:
         """Run the batch through the slice; at the last stage, decide the verdicts too. The least
         time of a step (`StepClock`) covers both."""
-        # Running free, a verdict that has not arrived may free the slots that the batch needs.
+        # A verdict that has not arrived may free the slots that the batch needs.
         self.apply_verdicts_until(batch, lambda: len(batch) <= self.runner.slots.num_free)
         self.settings.share_cores(any(self._behind))
         self._behind.append(len(batch) > 0)
@@ -237,22 +225,19 @@ class StageLoop:
             self._usual_ms.add(took_ms)
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
-        computed.step = self.step
         return computed
 
     def receive_draft_tokens(self, batch: Batch) -> int:
-        """Receive what the head has fed meanwhile of the lossy sequences in a batch: in lockstep up
-        to the step after that of the batch at least, so that a node's children are known when the
-        next token is decided. Returns its nanoseconds."""
+        """Receive what the head has fed meanwhile of the lossy sequences in a batch, so that a
+        node's children are known when the next token is decided, as far as they have arrived.
+        Returns its nanoseconds."""
         begun = self.timeline.clock()
-        here = self.step - self.layout.num_steps
-        until = here + 1 if not self.free and self.layout.num_steps > 1 else None
         for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
             verifier = self._verifiers[sequence]
             if verifier.sampling.lossy:
                 with self.timeline("wait"):
-                    for draft in self.controller.read_draft_tokens(sequence, until):
-                        verifier.add_draft_tokens(draft, since=here)
+                    for draft in self.controller.read_draft_tokens(sequence):
+                        verifier.add_draft_tokens(draft, since=batch.step)
         return self.timeline.clock() - begun
 
     def log_failures(self) -> None:
@@ -274,15 +259,13 @@ class StageLoop:
         return alive
 
     def receive_verdicts(self) -> None:
-        """Report this step as computed; apply the verdicts that must have, or have, arrived."""
+        """Report this step as computed; apply the verdicts that have arrived."""
         done, self._done = [*self._done, compute(self.rank, self.step)], []
         with self.timeline("control"):
             self.controller.complete(done, pack_verdicts(self._verdicts, self.timeline.clock()))
         if self.last:
             self.receiver.num_received += 1
             self.apply_verdicts(self._verdicts)
-        elif not self.free:
-            self.apply_verdicts(self.receiver.verdict())
         else:
             self.apply_arrived_verdicts()
 
@@ -291,11 +274,10 @@ class StageLoop:
             self.apply_verdicts(verdicts)
 
     def apply_verdicts_until(self, batch: Batch, ready: Callable[[], bool]) -> None:
-        """Apply verdicts until this stage is `ready` for a batch. Running free, one that the head
-        knew when it sent the batch may not have arrived yet; in lockstep all have."""
-        while self.free and not self.last and not ready():
-            known = batch.step + self.layout.num_steps
-            assert self.receiver.num_received < known, "the head knew what this batch needs"
+        """Apply verdicts until this stage is `ready` for a batch. One that the head knew when it
+        sent the batch may not have arrived yet."""
+        while not self.last and not ready():
+            assert self.receiver.num_received < batch.step, "the head knew what this batch needs"
             self.apply_verdicts(self.receiver.verdict())
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:

@@ -32,13 +32,12 @@ SAMPLED = compose(["sampling.seed=11", "sampling.temperature=0.9"]).sampling.par
 SHORT = ("policy.capacity=128", "policy.width=16", "model.context=128")
 CROWD = ("scheduler.max_num_seqs=6", "cluster.stages=3")
 BEST_FIRST = ("policy=best_first",)
-FREE_LEVEL = ("policy=level", "policy.width=8", "cluster.sync=free")
-BESIDE = {"root": ("cluster.groups=3",)}
+FREE_LEVEL = ("policy=level", "policy.width=8")
 WAYS = [
     BEST_FIRST,
     pytest.param(FREE_LEVEL, marks=pytest.mark.long),
     *(
-        pytest.param((*settings, *BESIDE.get(policy, ())), marks=pytest.mark.long)
+        pytest.param(settings, marks=pytest.mark.long)
         for policy, settings in POLICIES.items()
         if policy not in ("best_first", "level")
     ),

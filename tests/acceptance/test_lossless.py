@@ -29,16 +29,13 @@ POLICIES = {
 }
 ON_ALL_PROMPTS = ("root", "level", "best_first")
 SHORT = 1  # stages of which the short suite decodes every prompt, by `best_first`
-# Stages, how they are grouped, and steps per token without speculation.
-GROUPS = [(14, "2", 7), (3, "3", 1), (6, "[1,3,2]", 3), (3, "1", 3)]
-FREE = [(8, "null"), (1, "null"), (6, "2"), (4, "null")]
+UNEVEN = [8, 1, 6, 4]  # stages
 # Windows and caps, chunks and temperatures, a sparse indexer, two kinds of heads, two attentions in
 # a layer; `tests/integration/test_model.py` has all architectures.
 SPECIAL = (
     *("deepseek_v32", "gemma2", "gemma4_unified_text", "llama4_text", "longcat_flash", "mistral"),
 )
-IN_GROUPS = 12  # tokens per prompt
-RUNNING_FREE = 8
+OF_UNEVEN = 8  # tokens per prompt
 
 
 @pytest.fixture(scope="module")
@@ -82,29 +79,16 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
         assert per_step == [1.0] * len(per_step), "one row in flight"
 
 
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=6))
-def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
-    stages, groups, steps = shape
-    settings = f"cluster.stages={stages}", f"cluster.groups={groups}", *POLICIES[policy]
-    some = part(8 if long else 6, policy, stages)
-    per_step = decoded(demo, redis, IN_GROUPS, some, *settings)
-    if policy == "root":
-        assert per_step == [1.0] * len(per_step)
-    else:
-        assert min(per_step) >= 1 / (steps + 1)
-
-
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE, share=6))
-def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long):
+@pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, UNEVEN, share=6))
+def test_uneven_stages_give_the_same_text(demo, redis, policy, stages, long):
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
-    stages, groups = shape
     times = ",".join(str(1 + rank % 2) for rank in range(stages))
     settings = (
-        *("cluster.sync=free", f"cluster.stages={stages}", f"cluster.groups={groups}"),
+        f"cluster.stages={stages}",
         *("emulate=fixed", f"emulate.stage_ms=['{times}']".replace(",", "','")),
         *("emulate.jitter_ms=1", "emulate_link.latency_ms=1", *POLICIES[policy]),
     )
-    decoded(demo, redis, RUNNING_FREE, part(8 if long else 6, policy, stages), *settings)
+    decoded(demo, redis, OF_UNEVEN, part(8 if long else 6, policy, stages), *settings)
 
 
 def test_chunked_prefill_gives_the_same_text(demo, redis):

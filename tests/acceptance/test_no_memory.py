@@ -28,8 +28,7 @@ SHORT = [(3, 1, 4, 1, 5, 9, 2, 6), (8, 2, 8, 1, 8), CHILD]
 DRAWN = SamplingParams(temperature=0.9, seed=7, prompt_logprobs=1)
 SETTINGS = {
     "root": ("policy=root", "cluster.stages=2"),
-    "lockstep": ("policy.width=8", "cluster.stages=3", "cluster.sync=lockstep"),
-    "free": ("policy.width=8", "cluster.stages=3"),
+    "best_first": ("policy.width=8", "cluster.stages=3"),
 }
 
 

@@ -52,9 +52,8 @@ SAMPLED = (
 )
 # The target is its own draft, so that many draft tokens are accepted.
 SHAPES = {
-    "lockstep": ("cluster.stages=3", "policy.children=4"),
-    "free": ("cluster.stages=3", "cluster.sync=free", "policy.children=4"),
-    "groups": ("cluster.stages=4", "cluster.groups=2", "policy=level", "policy.children=4"),
+    "three": ("cluster.stages=3", "policy.children=4"),
+    "level": ("cluster.stages=4", "policy=level", "policy.children=4"),
     "chunks": ("cluster.stages=2", "decode.prefill_chunk=5"),  # the border lies within one
     "two": ("cluster.stages=2", "policy.children=4"),
     "no speculation": ("cluster.stages=2", "policy=root"),

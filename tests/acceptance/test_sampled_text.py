@@ -113,13 +113,11 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
     assert gained > 0.3 if source == "draft_model" else gained > -0.05
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "sync"), some_of((RELAXED, STRICT), ("lockstep", "free"), share=3)
-)
-def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance, monkeypatch):
+@pytest.mark.parametrize("acceptance", [RELAXED, STRICT])
+def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, acceptance, monkeypatch):
     monkeypatch.setattr(Context, "foreseeable", False)
     level = "policy=level", "policy.width=16", "proposer.rounds=1"
-    settings = "cluster.stages=3", f"cluster.sync={sync}", *level
+    settings = "cluster.stages=3", *level
     asked = SamplingParams(1.5, seed=1)
     requests = [
         {"prompt": tuple(CASES[0][0]), "max_new_tokens": 40, "sampling": sampling}
@@ -129,7 +127,3 @@ def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance, mon
     (exact, _, before), (lossy, _, after) = answers
     assert len(exact) == len(lossy) == 40
     assert after["hit_rate"] > before["hit_rate"]
-    if (acceptance, sync) == (RELAXED, "lockstep"):
-        # Some child of every node is in the pipeline, so no token is waited for; the last token
-        # is never fed.
-        assert (after["hit_rate"], after["tokens_per_step"]) == (39 / 40, 1.0)

@@ -33,8 +33,6 @@ SETTINGS = {
     "1-best_first": ("cluster.stages=1", "policy=best_first"),
     **{f"4-{policy}": ("cluster.stages=4", *given) for policy, given in POLICIES.items()},
     "4-suffix": ("cluster.stages=4", "policy=best_first", "proposer=suffix"),
-    "4-free": ("cluster.stages=4", "policy=best_first", "cluster.sync=free"),
-    "4-groups": ("cluster.stages=4", "cluster.groups=2", "policy=level", "policy.width=8"),
 }
 ALWAYS = ("1-best_first",)
 REFERENCE = "4-root"

@@ -7,7 +7,7 @@ To start one takes more than ten seconds of computing, most of it imports; to as
         with Clusters("cluster.stages=3") as clusters:
             yield clusters
 
-    clusters.running("cluster.sync=free").client.submit(...)
+    clusters.running("policy=root").client.submit(...)
 """
 
 from __future__ import annotations

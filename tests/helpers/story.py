@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pipespec.controller.log_records import Accepted
-from pipespec.controller.task_graph import Graph, Task
+from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.controller.verdict_exchange import pack_verdicts
 from pipespec.core import (
     COMMITTED,
@@ -35,7 +35,9 @@ class StoryController:
     What a rank writes can be read back.
 
     Args:
-        verdicts: those of a step.
+        verdicts: those on the batch of a step.
+        lag: a verdict has arrived once the rank has computed so many batches after its own. Where a
+            rank waits for it, it arrives earlier.
         cancels: requests that are cancelled.
     """
 
@@ -43,12 +45,14 @@ class StoryController:
         self,
         requests: Iterable[Request] = (),
         verdicts: Callable[[int], list[Verdict]] = lambda step: [],
+        lag: int = 1,
         answers: dict[int, tuple[int, ...]] | None = None,
         cancels: Collection[int] = (),
     ):
         self._requests = {request.id: request for request in requests}
         self._queue = list(self._requests.values())
         self.verdicts = verdicts
+        self._lag = lag
         self._answers = answers or {}
         self._cancels = cancels
         self.submitted: list[int] = []
@@ -84,9 +88,8 @@ class StoryController:
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
         self.draft_tokens.setdefault(sequence, []).append(draft)
 
-    def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
+    def read_draft_tokens(self, sequence: int) -> list[DraftTokens]:
         published = self.draft_tokens.get(sequence, [])
-        assert until is None or published[-1].step >= until, "a rank waits for what cannot arrive"
         found = published[self._num_read.get(sequence, 0) :]
         self._num_read[sequence] = len(published)
         return found
@@ -126,6 +129,11 @@ class StoryController:
     def wait(
         self, task: Task, timeout: float | None = None, *, or_request: bool = False
     ) -> bytes | None:
+        computed = [each.step for each in self.completed if each.kind is TaskKind.COMPUTE]
+        newest = max(computed, default=-1)
+        assert timeout is not None or task.step <= newest, "a rank waits for what cannot arrive"
+        if timeout is not None and task.step + self._lag > newest:
+            return None
         return pack_verdicts(self.verdicts(task.step), 0)
 
     def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
@@ -173,23 +181,20 @@ class StoryLink:
 
 
 class StoryStages:
-    """Stages that decide the tokens of given texts, `num_steps` steps after the head sent a row.
+    """Stages that decide the tokens of given texts.
 
     Args:
         link: the one that the head sends into.
         texts: of each request, prompt included.
     """
 
-    def __init__(self, link: StoryLink, num_steps: int, texts: Mapping[int, Sequence[int]]):
-        self._link, self._num_steps, self._texts = link, num_steps, texts
+    def __init__(self, link: StoryLink, texts: Mapping[int, Sequence[int]]):
+        self._link, self._texts = link, texts
         self._open: dict[int, tuple[Sequence[int], Lineage]] = {}
 
     def verdicts(self, step: int) -> list[Verdict]:
-        """The verdicts of the last stage after a step."""
-        leaving = step - self._num_steps
-        if leaving < 0:
-            return []
-        batch = self._link.sent[leaving]
+        """The verdicts of the last stage on the batch of a step."""
+        batch = self._link.sent[step]
         for number in (*batch.finished, *batch.preempted):
             del self._open[number]
         for opening in batch.started:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.controller.task_graph import Layout, Task
+from pipespec.controller.task_graph import Task
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
@@ -147,13 +147,12 @@ class Link:
 
 
 class ToyPipeline:
-    """One epoch. Its user calls `step` and `run_stage` in an order that `cluster.sync` allows."""
+    """One epoch. Its user calls `step` and `run_stage` in any order."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         *,
-        free: bool,
         draft_slots: int,
         answers: dict[int, list[int]],
         parallel: ParallelDraft | None = None,
@@ -165,7 +164,6 @@ class ToyPipeline:
         draft guesses several tokens; `make_model`: a model of so many slots, first the draft, then
         that of each stage; `vocabulary`: of the target."""
         num_stages = config.num_steps
-        layout = Layout(num_stages, sync="free" if free else "lockstep")
         self.scheduler = Scheduler(config)
         self.draft = DraftModelProposer(
             SliceRunner(make_model(draft_slots), draft_slots),
@@ -184,7 +182,7 @@ class ToyPipeline:
                 SliceRunner(make_model(config.num_slots), config.num_slots),
                 make_link(1 + i, arriving, next_rank),
                 board,
-                StageSettings(layout),
+                StageSettings(num_stages),
                 Timeline(),
             )
             for i, (board, arriving, next_rank) in enumerate(
@@ -266,23 +264,25 @@ class ToyPipeline:
         self.num_received += 1
 
     def num_runnable(self, rank: int) -> int:
-        """How many steps a stage can run: its first one needs no batch."""
-        return len(self.inbox[rank - 1]) + (self.stages[rank - 1].step == 0)
+        """How many batches a stage can compute."""
+        return len(self.inbox[rank - 1])
 
     def run_stage(self, rank: int, *, visible: int = 0) -> None:
-        """A step of a stage; running free, so many verdicts are visible after it has computed."""
+        """A stage computes a batch; so many verdicts are visible after that."""
         self.boards[rank - 1].next_visible = visible
         self.stages[rank - 1].run_step()
         self.stages[rank - 1].runner.check_integrity()
 
-    def lockstep(self) -> Batch:
-        """A step of the head and of all stages, the last one first: the others wait for its
-        verdict."""
+    def orderly_step(self) -> Batch:
+        """A step of the head while each stage computes the batch that has arrived, the last one
+        first: the others apply its verdict."""
 
         def receive() -> None:
             for rank in range(len(self.stages), 0, -1):
-                self.run_stage(rank)
-            self.receive_next()
+                if self.num_runnable(rank):
+                    self.run_stage(rank, visible=len(self.drawn))
+            if self.num_received < len(self.drawn):
+                self.receive_next()
 
         return self.step(receive)
 

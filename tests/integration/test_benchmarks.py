@@ -206,7 +206,7 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
 def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests(tmp_path):
     options = argparse.Namespace(
         rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, machine="fixed", scale=1.0,
-        stage_ms=None, draft_ms=None, link="none", sync="lockstep", curve="1:0.7,8:0.95",
+        stage_ms=None, draft_ms=None, link="none", curve="1:0.7,8:0.95",
         spread=0.5, emulate=False,
     )  # fmt: skip
     plain = throughput.row("root", 3, options, tmp_path, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,12 +16,11 @@ from hypothesis import strategies as st
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.lua_scripts import ERRORS, evalsha, load_scripts
-from pipespec.controller.rank_controller import END_OF_SEQUENCE, MAX_OPEN_STEPS, Controller
+from pipespec.controller.rank_controller import MAX_OPEN_STEPS, Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.task_graph import (
     Graph,
-    Layout,
     Task,
     compute,
     prune,
@@ -42,7 +40,7 @@ class Cluster:
     def __init__(self, server: EmbeddedRedis, namespace: str, num_stages: int):
         self.url = server.url
         self.namespace = namespace
-        self.layout = Layout(num_stages)
+        self.num_stages = num_stages
         self.epoch = epoch_control.begin_epoch(self.url, namespace)
         self.ranks = [
             Controller(
@@ -52,13 +50,13 @@ class Cluster:
                 rank=rank,
                 computing={"attention": "sdpa"},
             )
-            for rank in self.layout.ranks
+            for rank in range(num_stages + 1)
         ]
 
     def run_step(self, step: int, verdict: bytes) -> list[bytes]:
-        """One lockstep step of every rank; what each waiting rank was told."""
-        last = self.layout.last
-        self.ranks[0].submit(step_graph(self.layout, step))
+        """A step of every rank; what each waiting rank was told."""
+        last = self.num_stages
+        self.ranks[0].submit(step_graph(self.num_stages, step))
         self.ranks[last].complete([compute(last, step)], verdict)
         told = []
         for rank in range(last):
@@ -109,7 +107,7 @@ def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
 
 
 def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     with cluster.ranks[3] as last:
         last.complete([compute(3, 0)], b"verdict")
@@ -119,7 +117,7 @@ def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -
 
 
 def test_nothing_is_announced_before_the_verdict(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.ranks[1].complete([compute(1, 0)])
     cluster.settle()
     assert cluster.ranks[1].wait(prune(1, 0), 0) is None
@@ -128,7 +126,7 @@ def test_nothing_is_announced_before_the_verdict(cluster: Cluster) -> None:
 
 def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster: Cluster) -> None:
     head = cluster.ranks[0]
-    head.submit(step_graph(cluster.layout, 0))
+    head.submit(step_graph(cluster.num_stages, 0))
     assert head.next_requests(1, wait=False) == []
     cluster.ranks[1].enqueue(prompt=(1, 2), max_new_tokens=1)
     assert head.wait(prune(0, 0), or_request=True) is None
@@ -139,7 +137,7 @@ def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster: Cluster) -> N
 
 def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
     for step in range(2):
-        cluster.ranks[0].submit(step_graph(cluster.layout, step))
+        cluster.ranks[0].submit(step_graph(cluster.num_stages, step))
         cluster.ranks[3].complete([compute(3, step), prune(3, step)], b"%d" % step)
     assert cluster.ranks[0].wait(prune(0, 1), timeout=5) == b"1"
     assert cluster.ranks[0].wait(prune(0, 0), 0) == b"0"
@@ -150,14 +148,14 @@ def test_a_task_completed_before_it_was_submitted_is_never_announced(cluster: Cl
     cluster.ranks[3].complete([compute(3, 0)], b"v")
     cluster.ranks[0].complete([prune(0, 0)])
     cluster.settle()
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"v"
     cluster.settle()
     assert cluster.ranks[0].wait(prune(0, 0), 0) is None
 
 
 def test_an_announcement_that_came_too_late_is_dropped(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.ranks[3].complete([compute(3, 0)], b"v")
     cluster.settle()
     cluster.ranks[0].complete([prune(0, 0)])  # announced by now, but not read
@@ -196,7 +194,7 @@ def test_thousands_of_steps_leave_no_more_behind_than_a_few(
 def test_a_completion_that_cannot_be_is_refused_at_the_next_call(
     cluster: Cluster, tasks: list[Task], named: str
 ) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     cluster.ranks[1].complete([compute(1, 0)])
     cluster.settle()
@@ -206,7 +204,7 @@ def test_a_completion_that_cannot_be_is_refused_at_the_next_call(
 
 
 def test_a_rank_that_waits_in_vain_learns_that_it_was_refused(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     with pytest.raises(GraphError, match="x:3:0"):  # noqa: PT012 - either may say it
         cluster.ranks[2].complete([transfer(3, 0)])
@@ -241,22 +239,22 @@ def test_steps_follow_one_another_and_the_oldest_is_not_left_behind(cluster: Clu
     for send, said in (
         (lambda: cluster.ranks[1].complete([compute(1, 5)]), "c:1:5 is complete already"),
         (
-            lambda: cluster.ranks[0].submit(step_graph(cluster.layout, 7)),
+            lambda: cluster.ranks[0].submit(step_graph(cluster.num_stages, 7)),
             "step 7 was submitted after step 5",
         ),
     ):
         assert isinstance(error := refused(cluster, send), GraphError)
         assert said in str(error)
     for step in range(6, 6 + MAX_OPEN_STEPS):
-        cluster.ranks[0].submit(step_graph(cluster.layout, step))
-    graph = step_graph(cluster.layout, 6 + MAX_OPEN_STEPS)
+        cluster.ranks[0].submit(step_graph(cluster.num_stages, step))
+    graph = step_graph(cluster.num_stages, 6 + MAX_OPEN_STEPS)
     error = refused(cluster, lambda: cluster.ranks[0].submit(graph))
     assert isinstance(error, GraphError)
     assert "while step 6 is not complete" in str(error)
 
 
 def test_rank_of_an_old_epoch_is_refused(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     assert epoch_control.begin_epoch(cluster.url, cluster.namespace) == cluster.epoch + 1
     error = refused(cluster, lambda: cluster.ranks[1].complete([compute(1, 0)]))
     assert isinstance(error, StaleEpoch)
@@ -275,7 +273,7 @@ def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> No
 
 def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: RedisConnection) -> None:
     cluster.run_step(0, b"v")
-    cluster.ranks[0].submit(step_graph(cluster.layout, 1))
+    cluster.ranks[0].submit(step_graph(cluster.num_stages, 1))
     cluster.ranks[1].complete([compute(1, 7)])  # of a step that never comes
     cluster.settle()
     epoch_control.begin_epoch(cluster.url, cluster.namespace)
@@ -295,7 +293,7 @@ def test_a_redis_that_dies_is_an_error_and_not_a_wait(namespace: str) -> None:
 
 def test_a_redis_that_lost_its_scripts_says_so(cluster: Cluster, pipe: RedisConnection) -> None:
     pipe.call("SCRIPT", "FLUSH")
-    error = refused(cluster, lambda: cluster.ranks[0].submit(step_graph(cluster.layout, 0)))
+    error = refused(cluster, lambda: cluster.ranks[0].submit(step_graph(cluster.num_stages, 0)))
     assert "lost the scripts" in str(error)
 
 
@@ -446,20 +444,17 @@ def guesses_of(step: int) -> DraftTokens:
     return DraftTokens(step, rows, rows + 7, -rows / 2)
 
 
-def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> None:
+def test_the_last_stage_reads_what_the_head_has_published_since(cluster: Cluster) -> None:
     head, last = cluster.ranks[0], cluster.ranks[-1]
+    assert last.read_draft_tokens(5) == []
     for step in range(4):
         head.publish_draft_tokens(5, guesses_of(step))
-    assert [guesses.step for guesses in last.read_draft_tokens(5, until=2)] == [0, 1, 2, 3]
-    assert last.read_draft_tokens(5, until=None) == []
-    later = threading.Timer(0.1, lambda: head.publish_draft_tokens(5, guesses_of(4)))
-    later.start()
-    (found,) = last.read_draft_tokens(5, until=4)
-    later.join()
-    assert found.logps.tolist() == guesses_of(4).logps.tolist()
+    cluster.settle()
+    assert [guesses.step for guesses in last.read_draft_tokens(5)] == [0, 1, 2, 3]
+    assert last.read_draft_tokens(5) == []
+    head.publish_draft_tokens(5, guesses_of(4))
     head.publish_draft_tokens(6, guesses_of(0))
-    assert last.read_draft_tokens(5, until=None) == [], "those of another sequence"
-    # Of a request that is over, nothing is waited for.
-    head.publish_draft_tokens(5, END_OF_SEQUENCE)
-    assert last.read_draft_tokens(5, until=99)[0].step == END_OF_SEQUENCE.step
-    assert last.read_draft_tokens(5, until=99) == []
+    cluster.settle()
+    (found,) = last.read_draft_tokens(5)
+    assert found.logps.tolist() == guesses_of(4).logps.tolist()
+    assert len(last.read_draft_tokens(6)) == 1, "those of another sequence"

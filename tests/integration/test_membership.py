@@ -34,7 +34,7 @@ from pipespec.controller.redis_connection import (
     RedisConnection,
     check_server,
 )
-from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
+from pipespec.controller.task_graph import compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.transport.rendezvous_store import RendezvousStore
@@ -219,7 +219,7 @@ def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> 
         return shared.oldest_step(epoch)
 
     for step in range(3):
-        head.submit(step_graph(Layout(1), step))
+        head.submit(step_graph(1, step))
         stage.complete([compute(1, step)])
         stage.complete([prune(1, step)])
         assert settled() == step  # the head has not said anything yet

@@ -38,7 +38,6 @@ GREEDY = compose(["sampling.temperature=0"]).sampling.params(0)
 SAMPLED = compose(["sampling.seed=11", "sampling.temperature=0.9"]).sampling.params(0)
 # No worker stays away for so long, and no Redis.
 PATIENT = ("cluster.patience_s=600",)
-FREE = ("cluster.sync=free",)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +123,7 @@ def test_text_is_unchanged_when_every_rank_is_killed_in_turn(struck, greedy, lon
 
 @pytest.mark.long
 def test_sampled_text_is_unchanged_when_ranks_are_killed(clusters, sampled):
-    running = clusters.running(*FREE)
+    running = clusters.running()
     for rank in (0, STAGES):
         pid = pid_of(running, rank)
         fault = lambda pid=pid: os.kill(pid, signal.SIGKILL)  # noqa: E731
@@ -266,7 +265,7 @@ def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
 
 @pytest.mark.parametrize(
     ("asked", "settings"),
-    [pytest.param(False, FREE, marks=pytest.mark.long), (True, PATIENT)],
+    [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)],
 )
 def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
     clusters, asked, settings

@@ -24,7 +24,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.controller.task_graph import Layout, compute, step_graph
+from pipespec.controller.task_graph import compute, step_graph
 from pipespec.core import Request, SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
@@ -276,7 +276,7 @@ def test_only_the_given_addresses_can_be_reached() -> None:
 def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
     """It is of no use after a restart, and would fill the file."""
     with head_of(server, NAMESPACE) as controller:
-        controller.submit(step_graph(Layout(2), 0))
+        controller.submit(step_graph(2, 0))
         controller.complete([compute(0, 0)])
         request = controller.enqueue(**ASKED)
         accept(controller, request, 3, [8])

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
-from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo
-from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.placement.slices import Placement, remaining
 
@@ -84,10 +82,6 @@ class Deployment:
         return len(self.layers) + 1
 
     @property
-    def layout(self) -> Layout:
-        return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
-
-    @property
     def dtype(self) -> str:
         """The target's dtype, as torch names it: the same in all epochs, as it affects the text."""
         return self.dtype_of(self.target)
@@ -125,10 +119,7 @@ class Deployment:
             for worker in (*self.workers, *self.spares)
             if lost & {worker, *self.followers_of(worker)}
         }
-        found = remaining(self.placement, unusable)
-        if self.config.cluster.groups is not None and len(found.layers) != len(self.layers):
-            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
-        return found
+        return remaining(self.placement, unusable)
 
     def assignment(self, placement: Placement | None = None) -> RankAssignment:
         """The assignment of a layout; None: that of the first epoch."""

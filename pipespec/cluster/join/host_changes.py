@@ -29,7 +29,7 @@ from pipespec.cluster.weights.distribution import (
 )
 from pipespec.config.hosts import Host
 from pipespec.engine.formats.slice_tensors import described
-from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
+from pipespec.errors import HostFailed, RankFailed, print_error
 from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
@@ -295,8 +295,6 @@ def without_host(before: Deployment, host: Host) -> Deployment:
 
 
 def _changed(before: Deployment, joined: Iterable[Host], placement: Placement) -> Deployment:
-    if before.config.cluster.groups is not None and len(placement.layers) != len(before.layers):
-        raise ConfigError("another number of stages does not fit cluster.groups; leave it out.")
     known = replace(before.knowing(tuple(joined)), changes=before.changes + 1)
     return known.laid_out(placement)
 

@@ -166,7 +166,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
     for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.policy,
-        num_steps=deployment.layout.num_steps,
+        num_steps=len(deployment.layers),
         rounds=config.proposer.rounds,
         prefill_chunk=config.decode.prefill_chunk,
         context_limit=deployment.context,
@@ -196,7 +196,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
         [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
-        *map(str, (deployment.dtype, config.cluster.threads, deployment.layout)),
+        *map(str, (deployment.dtype, config.cluster.threads)),
         *map(str, (config.transport, config.emulate_link, config.proposer)),
     ]
 

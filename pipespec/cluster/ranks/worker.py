@@ -112,7 +112,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 here = on_this_host(known, hosts[worker], parts_of_rank(laid_out, rank))
             mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             try:
-                if mine.config.decode.form is not None and rank in (0, mine.layout.last):
+                if mine.config.decode.form is not None and rank in (0, len(mine.layers)):
                     require_installed(f"{mine.config.decode.form} on this host")
                 plain = heartbeat.plain()
                 if plain:
@@ -170,7 +170,7 @@ def rank_grammars(deployment: Deployment, rank: int, member: int = 0) -> Iterato
     """What compiles grammars on a rank that proposes or decides tokens, None on others. It reads
     the vocabulary, a second and 130 MB of a large one, for the first request that has a grammar, or
     beside the loading of weights if the settings have one."""
-    if member or rank not in (0, deployment.layout.last):
+    if member or rank not in (0, len(deployment.layers)):
         yield None
         return
     target = deployment.target
@@ -252,7 +252,7 @@ def connect_links(
         max_kept=deployment.kept_states,
         hidden_size=deployment.target.hidden_size,
         dtype=getattr(torch, deployment.dtype),
-        window=MOST_IN_FLIGHT if deployment.layout.free else 1,
+        window=MOST_IN_FLIGHT,
         **how,
     )
 
@@ -272,7 +272,7 @@ def join_rank(
     """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
     runs the loop of the head or of a stage over its links, until the head says stop. The rank may
     use `num_slots` KV slots of the model; None: all."""
-    config, layout = deployment.config, deployment.layout
+    config, num_stages = deployment.config, len(deployment.layers)
     runner = tokens = None
     if model is not None:
         runner = SliceRunner(model, num_slots or model.num_slots)
@@ -284,7 +284,7 @@ def join_rank(
             runner,
             most,
             lambda rows: config.emulate.min_stage_ms(rank, 0, rows),
-            last=rank == layout.last,
+            last=rank == num_stages,
         )
     # The launcher and the other ranks learn from this that the models are loaded.
     with Controller(
@@ -311,7 +311,7 @@ def join_rank(
             attention = runner.model.attention
             begin, masks = (grammars.begin, grammars.masks) if grammars else (None, FairThread())
             settings = StageSettings(
-                layout, delay_ms, config.emulate, attention, begin, masks, compute.share_cores
+                num_stages, delay_ms, config.emulate, attention, begin, masks, compute.share_cores
             )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
@@ -338,7 +338,7 @@ def _run_head(
     scheduler = Scheduler(scheduling, scorer)
     key = rank_components.step_times_key(deployment)
     settings = HeadSettings(
-        deployment.layout,
+        len(deployment.layers),
         rank_components.stop_check(deployment),
         delay_ms,
         config.emulate,
@@ -348,8 +348,7 @@ def _run_head(
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
-        known, free = load_cached(STEP_TIMES, key), deployment.layout.free
-        scheduler.learn(LearntSteps(*of, known, windowed=free))
+        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key), windowed=True))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):

@@ -98,10 +98,6 @@ def check(config: Config) -> None:
             "measures what a draft model proposes by itself; pass proposer=draft_model",
         ),
         (
-            any(size > 1 for size in config.cluster.group_sizes or ()),
-            "measures stages that are a step each; leave cluster.groups out",
-        ),
-        (
             config.policy.max_rows == 1,
             "decodes with draft tokens, but this policy schedules one row a step; leave policy out",
         ),

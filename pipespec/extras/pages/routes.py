@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
-from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +25,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from pipespec.config.compose import compose_sections
 from pipespec.controller.async_request_log import TelemetryReader
-from pipespec.controller.task_graph import Layout
 from pipespec.errors import Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError
@@ -167,25 +164,12 @@ class Dashboard:
             "figures": self._serving.metrics.samples_by_name(status),
             "last_fault": status and status.last_fault,
             "requests": requests,
-            "group_of": group_of_ranks(running.num_ranks, running.overrides),
         }
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
             self._texts[token] = token_text(self._client.served.tokenizer, token)
         return self._texts[token]
-
-
-@lru_cache(maxsize=1)  # a snapshot comes every second
-def group_of_ranks(num_ranks: int, overrides: tuple[str, ...]) -> tuple[int, ...]:
-    """The pipeline step of each rank (`Layout.group_of`) of a cluster with these overrides; empty:
-    every stage is a step."""
-    groups = [text for text in overrides if text.partition("=")[0] == "cluster.groups"]
-    if not groups:
-        return ()
-    stages = num_ranks - 1  # which do not change in a cluster with groups
-    (cluster,) = compose_sections(("cluster",), [f"cluster.stages={stages}", *groups])
-    return Layout(stages, cluster.group_sizes).group_of if cluster.group_sizes else ()
 
 
 def history_event(moments: Iterable[Moment], now: float) -> dict[str, Any]:

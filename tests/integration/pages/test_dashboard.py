@@ -227,9 +227,9 @@ def telling(view: View, *events: tuple[str, dict[str, Any]]) -> None:
     )
 
 
-def snapshot(group_of: list[int], model: str = "m") -> tuple[str, dict[str, Any]]:
+def snapshot(ranks: int = 0, model: str = "m") -> tuple[str, dict[str, Any]]:
     """The event of an otherwise unknown cluster with one request."""
-    places = [{"rank": str(rank), "host": "a", "layers": ""} for rank in range(len(group_of))]
+    places = [{"rank": str(rank), "host": "a", "layers": ""} for rank in range(ranks)]
     request = {"request": REQUEST, "taken": True, "length": 9, "prompt": 9, "watchable": True}
     return "snapshot", {
         "at": 1.0,
@@ -239,7 +239,6 @@ def snapshot(group_of: list[int], model: str = "m") -> tuple[str, dict[str, Any]
         "figures": {"rank_place_info": [(place, 1.0) for place in places]},
         "last_fault": None,
         "requests": [request],
-        "group_of": group_of,
     }
 
 
@@ -266,7 +265,7 @@ def steps(*numbers: int, texts: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def test_stages_of_a_group_show_the_batch_that_they_share(view: View) -> None:
-    telling(view, snapshot([0, 1, 1, 2, 2]), steps(7, 8, 9, texts=[]))
+    telling(view, snapshot(5), steps(7, 8, 9, texts=[]))
     view.page.reload()
     view.page.wait_for_selector("#requests .watch").click()
     words = [f"rows: 0 decided, {step} draft, 0 prompt" for step in (9, 9, 8, 8)]
@@ -279,14 +278,14 @@ def test_stages_of_a_group_show_the_batch_that_they_share(view: View) -> None:
 def test_what_is_accepted_while_the_tree_is_held_is_shown_afterwards(view: View) -> None:
     words = [f"{number} " for number in range(300)]
     told = [steps(number, texts=[word]) for number, word in enumerate(words)]
-    telling(view, snapshot([]))
+    telling(view, snapshot())
     view.page.reload()
     view.page.wait_for_selector("#requests .watch")
     view.page.click("#pause")
-    telling(view, *told, snapshot([], "heard"))
+    telling(view, *told, snapshot(model="heard"))
     view.page.click("#requests .watch")
     view.wait("document.querySelector('#model').textContent === 'heard'")
-    telling(view, snapshot([]))
+    telling(view, snapshot())
     assert view.text("#text") == ""
     view.page.click("#pause")
     # Its end, as the page keeps no more.
@@ -378,7 +377,7 @@ def test_page_shows_no_empty_cards_and_explains_its_words(view: View) -> None:
     view.page.reload()
     view.page.get_by_text("no answer; trying again").wait_for()
     assert not view.page.is_visible("main")
-    telling(view, snapshot([0, 1, 1]))
+    telling(view, snapshot(3))
     view.page.locator("#tiles").wait_for()
     cards = view.page.locator("main section:visible h2").all_inner_texts()
     assert cards == ["Now", "Stages and links", "Open requests", "Tree of draft tokens"]
@@ -392,7 +391,7 @@ def test_page_shows_what_happened_before_it_was_opened(view: View) -> None:
     # Every five seconds ten tokens in four steps; then the cluster is away, and a new epoch begins.
     moments = [[5 * n, 10 * n, 4 * n, 1, None if n else "old"] for n in range(200)]
     moments += [[1000, *[None] * 4], [1005, 2000, 800, 2, "epoch 1 ended: new"]]
-    telling(view, ("history", {"at": 1200, "moments": moments}), snapshot([]))
+    telling(view, ("history", {"at": 1200, "moments": moments}), snapshot())
     view.page.reload()
     view.page.locator("#log li").first.wait_for()
     said = ("Ended: epoch 1 ended: new", "Epoch 2 began.", "answers.", "does not answer.")

@@ -184,8 +184,6 @@ def test_lists_and_null() -> None:
     assert compose(["decode.stop=END"]).decode.stop == ["END"]
     assert compose(["cluster.devices=cuda:0"]).cluster.devices == ["cuda:0"]
     assert compose(["policy=static_tree", "policy.shape=[1,2]"]).policy == StaticTree([1, 2])
-    assert compose(["cluster.groups=2"]).cluster.group_sizes == (2, 2)
-    assert compose(["cluster.groups=[1,3]"]).cluster.group_sizes == (1, 3)
     assert compose(["model.kv_memory=0.7"]).model.kv_memory == 0.7
     made = compose(["cluster.stages=2", "cluster.devices=[cpu,cuda:0,cuda:1]"])
     assert made.cluster.devices == ["cpu", "cuda:0", "cuda:1"]
@@ -227,9 +225,6 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ("policy.width=abc", ["policy.width is 'abc'", "a whole number"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
         ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
-        ("cluster.groups=3", ["cluster.groups is 3", "cluster.stages=4"]),
-        ("cluster.groups=[2,1]", ["cluster.groups is [2, 1]", "cluster.stages=4"]),
-        ("cluster.groups=[a]", ["cluster.groups is ['a']", "a list of whole numbers"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("decode.priority=-1000001", ["decode.priority is -1000001", "from -1000000 to 1000000"]),
@@ -275,7 +270,7 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ),
         ("trace=${decode.max_new_tokens}", ["trace is 128, but must be a text or null."]),
         ("decode.stop=${model.graph_rows}", ["decode.stop is [64], but must be a list of texts"]),
-        ("cluster.groups=${model.target}", ["a whole number or a list of whole numbers"]),
+        ("proposer.rounds=${model.target}", ["proposer.rounds is"]),
         ("policy.width=" + "9" * 5000, ["policy.width has too many digits"]),
         (["policy=root", "policy.width=3"], ["with policy=root, which has no settings"]),
         (

@@ -47,7 +47,7 @@ def config(policy: SpeculationPolicy = BEST_FIRST, **changes: object) -> Schedul
 
 
 def pipeline(**changes: object) -> ToyPipeline:
-    return ToyPipeline(config(**changes), free=False, draft_slots=200, answers={})
+    return ToyPipeline(config(**changes), draft_slots=200, answers={})
 
 
 def run(toy: ToyPipeline, requests: Sequence[Request]) -> list[Batch]:
@@ -56,7 +56,7 @@ def run(toy: ToyPipeline, requests: Sequence[Request]) -> list[Batch]:
     while waiting or not toy.scheduler.admission.idle:
         while waiting and toy.scheduler.admission.room:
             toy.add(waiting.pop(0))
-        sent.append(toy.lockstep())
+        sent.append(toy.orderly_step())
     for request in requests:
         assert toy.answers[request.id] == text_of(request, NUM_STAGES)
     return sent
@@ -131,7 +131,7 @@ def test_next_turn_of_a_conversation_reads_only_new_tokens_and_replaces_the_reta
 
 
 def test_draft_model_shares_prefixes_until_it_needs_the_slots():
-    toy = ToyPipeline(config(), free=False, draft_slots=100, answers={})
+    toy = ToyPipeline(config(), draft_slots=100, answers={})
     run(toy, [Request(0, PREFIX, 1)])
     assert toy.draft.runner.model.rows >= len(PREFIX)
     before = toy.draft.runner.model.rows
@@ -143,7 +143,7 @@ def test_draft_model_shares_prefixes_until_it_needs_the_slots():
 
 
 def test_requests_of_different_salts_share_nothing_at_the_stages_or_at_the_draft():
-    toy = ToyPipeline(config(), free=False, draft_slots=200, answers={})
+    toy = ToyPipeline(config(), draft_slots=200, answers={})
     for i, salt in enumerate(("", "a", "b")):
         before, drafted = toy.rows_read, toy.draft.runner.model.rows
         run(toy, [Request(2 * i, PREFIX, 4, cache_salt=salt)])
@@ -167,7 +167,7 @@ def test_max_retained_zero_shares_and_retains_nothing():
     toy = pipeline(max_retained=0)
     sent = run(toy, [Request(i, PREFIX, 4) for i in range(3)])
     assert toy.rows_read == 3 * len(PREFIX)
-    sent += [toy.lockstep() for _ in range(2 * NUM_STAGES)]
+    sent += [toy.orderly_step() for _ in range(2 * NUM_STAGES)]
     assert not any(
         batch.retained_prefixes or any(o.shared_len for o in batch.started) for batch in sent
     )
@@ -217,15 +217,15 @@ def test_request_waiting_for_a_prefix_blocks_no_other_and_starts_when_its_reader
     toy = pipeline(num_slots=2000)
     for request in (Request(0, PREFIX, 4), Request(1, PREFIX, 4), Request(2, prompt(9, 40), 4)):
         toy.add(request)
-    first = toy.lockstep()
+    first = toy.orderly_step()
     assert [opening.request for opening in first.started] == [0, 2]
     toy.cancel(0)
-    second = toy.lockstep()
+    second = toy.orderly_step()
     assert [(o.request, o.shared_len) for o in second.started] == [(1, 0)], (
         "eight tokens are not worth it"
     )
     while not toy.scheduler.admission.idle:
-        toy.lockstep()
+        toy.orderly_step()
     assert toy.answers[1] == text_of(Request(1, PREFIX, 4), NUM_STAGES)
 
 
@@ -233,15 +233,15 @@ def test_request_does_not_share_with_a_sequence_that_was_never_sent():
     toy = pipeline(num_slots=2000)
     toy.add(Request(0, PREFIX, 30))
     while not toy.answers[0]:
-        toy.lockstep()
+        toy.orderly_step()
     alike = PREFIX + prompt(5, 4)
     for i in (1, 2):
         toy.add(Request(i, (*alike, i), 4))
     toy.cancel(1)
-    batch = toy.lockstep()
+    batch = toy.orderly_step()
     assert [(each.request, each.parent) for each in batch.started] == [(2, 0)]
     while not toy.scheduler.admission.idle:
-        toy.lockstep()
+        toy.orderly_step()
     assert toy.answers[2] == text_of(Request(2, (*alike, 2), 4), NUM_STAGES)
 
 
@@ -259,9 +259,7 @@ def test_preempted_request_rereads_little_if_its_slots_were_not_needed():
 def recurrent_pipeline(model_type: str, **changes: object) -> ToyPipeline:
     fields = {"kept_states": 8, "state_interval": 0, **changes}
     make_model = recurrent_toy(model_type)
-    return ToyPipeline(
-        config(**fields), free=False, draft_slots=200, answers={}, make_model=make_model
-    )
+    return ToyPipeline(config(**fields), draft_slots=200, answers={}, make_model=make_model)
 
 
 @pytest.mark.parametrize("model_type", SOME)
@@ -367,7 +365,7 @@ def test_layers_with_a_running_state_compute_each_row_as_alone_under_random_load
 
 def check_random_load(
     policy: SpeculationPolicy,
-    free: bool,
+    orderly: bool,
     num_slots: int,
     draft_slots: int,
     max_retained: int,
@@ -377,8 +375,8 @@ def check_random_load(
     *,
     model_type: str | None = None,
 ):
-    """Arrivals with common beginnings, cancellations, short slots, lost epochs; in lockstep, and
-    running free in any order of stages and verdicts; with plain and with parallel drafts."""
+    """Arrivals with common beginnings, cancellations, short slots, lost epochs; in step, and in any
+    order of stages and verdicts; with plain and with parallel drafts."""
     rng = random.Random(seed)
     kept, interval = states
     told = config(
@@ -402,7 +400,7 @@ def check_random_load(
         requests.append(asked)
     waiting, open_, answers = list(requests), [], {}
     gone: set[int] = set()
-    how = {"free": free, "draft_slots": draft_slots, "parallel": parallel}
+    how = {"draft_slots": draft_slots, "parallel": parallel}
     how["make_model"] = ToyModel if model_type is None else recurrent_toy(model_type)
     toy = ToyPipeline(told, **how, answers=answers)
     while waiting or not toy.scheduler.admission.idle:
@@ -419,14 +417,14 @@ def check_random_load(
             open_ = [r for r in left if len(answers[r.id]) < r.max_new_tokens]
             for request in open_:
                 toy.add(request)
-        if free:
-            step_free(toy, rng)
+        if orderly:
+            toy.orderly_step()
         else:
-            toy.lockstep()
+            step_in_any_order(toy, rng)
     for request in requests:
         if request.id not in gone:
             assert answers[request.id] == text_of(request, NUM_STAGES)
-    drain(toy, free, rng)
+    drain(toy)
     draft = toy.draft.runner
     check_states(draft, toy.draft.texts.states, told)
     assert draft_slots - draft.slots.num_free <= sum(draft.cached.values())
@@ -439,7 +437,7 @@ def check_random_load(
         check_states(loop.runner, cache.states, told)
     assert cache.pinned == 0 and len(cache.retained_texts) <= max_retained
     cache.free(num_slots)
-    drain(toy, free, rng)
+    drain(toy)
     assert all(loop.runner.slots.num_free == num_slots for loop in toy.stages)
     assert cache.states is None or not len(cache.states)
 
@@ -458,7 +456,7 @@ def check_states(runner: SliceRunner, states: KeptStates | None, told: Scheduler
             assert book.length(kept, slots[: state.tokens]) == state.tokens
 
 
-def step_free(toy: ToyPipeline, rng: random.Random) -> None:
+def step_in_any_order(toy: ToyPipeline, rng: random.Random) -> None:
     """The head's step, with whatever the stages and the verdicts do meanwhile."""
 
     def receive() -> None:
@@ -466,49 +464,41 @@ def step_free(toy: ToyPipeline, rng: random.Random) -> None:
             rank = rng.randint(1, NUM_STAGES)
             if toy.num_runnable(rank) and (rank == NUM_STAGES or toy.num_runnable(rank + 1) < 2):
                 toy.run_stage(rank, visible=rng.randint(0, len(toy.drawn)))
-        while toy.num_received < min(len(toy.drawn), toy.scheduler.step + 1) and rng.random() < 0.7:
+        while toy.num_received < len(toy.drawn) and rng.random() < 0.7:
             toy.receive_next()
 
     toy.step(receive)
 
 
-def drain(toy: ToyPipeline, free: bool, rng: random.Random) -> None:
+def drain(toy: ToyPipeline) -> None:
     """All that is on its way arrives."""
     for _ in range(3 * NUM_STAGES):
-        if free:
-            step_free(toy, rng)
-        else:
-            toy.lockstep()
+        toy.orderly_step()
     for rank in range(1, NUM_STAGES + 1):
-        while free and toy.num_runnable(rank):
+        while toy.num_runnable(rank):
             toy.run_stage(rank, visible=len(toy.drawn))
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_stage_with_late_verdicts_waits_for_them_before_it_shares(free: bool):
+def test_stage_with_late_verdicts_waits_for_them_before_it_shares():
     """The parent's answer is decided and fed, but no stage but the last has heard of it."""
-    toy = ToyPipeline(config(Root(), num_slots=400), free=free, draft_slots=400, answers={})
+    toy = ToyPipeline(config(Root(), num_slots=400), draft_slots=400, answers={})
     toy.add(Request(0, PREFIX[:9], 20))
     rng = random.Random(0)
 
     def receive_unseen() -> None:
         for rank in range(NUM_STAGES, 0, -1):
-            toy.run_stage(rank)
-        toy.receive_next()
+            if toy.num_runnable(rank):
+                toy.run_stage(rank)
+        if toy.num_received < len(toy.drawn):
+            toy.receive_next()
 
     while len(toy.answers[0]) < 19:
-        if free:
-            toy.step(receive_unseen)
-        else:
-            toy.lockstep()
+        toy.step(receive_unseen)
     text = PREFIX[:9] + tuple(toy.answers[0][:18])
     toy.add(Request(1, (*text, 1, 2), 3))
     for _ in range(30):
-        if free:
-            step_free(toy, rng)
-        else:
-            toy.lockstep()
-    drain(toy, free, rng)
+        step_in_any_order(toy, rng)
+    drain(toy)
     assert toy.scheduler.admission.cache.hits >= len(text) - 1
     assert toy.answers[1] == text_of(Request(1, (*text, 1, 2), 3), NUM_STAGES)
 

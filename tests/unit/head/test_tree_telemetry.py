@@ -73,8 +73,7 @@ def test_watched_request_gets_every_step_and_every_accepted_token_once() -> None
     loop, link, controller = head(
         BestFirst(16, 4), requests, {3: TEXT, 4: TEXT}, chunk=4, at_once=2
     )
-    controller.watches = {3}
-    loop.telemetry.update_watchers({3}, loop.scheduler.totals)
+    controller.watched_requests = lambda requests: {3}
     loop.run_until_done()
     steps = [StepSnapshot.unpack(entry[STEP]) for entry in controller.shown]
     assert [step.step for step in steps] == list(range(len(steps)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipespec.controller.task_graph import Layout, TaskKind
+from pipespec.controller.task_graph import TaskKind
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import NODE, NUM_COLUMNS, Batch, SamplingParams, SequenceStart, Verdict
 from pipespec.engine.slice.model_slice import ModelSlice
@@ -64,7 +64,7 @@ def loop_of(
     timeline: Timeline | None = None,
     **settings: Any,
 ) -> StageLoop:
-    told = StageSettings(**{"layout": Layout(2), **settings})
+    told = StageSettings(**{"num_stages": 2, **settings})
     return StageLoop(stage, link, controller, told, timeline or Timeline())
 
 
@@ -73,7 +73,6 @@ def ran(
     rank: int,
     batches: list[Batch],
     verdicts: dict[int, list[Verdict]] | None = None,
-    layout: Layout | None = None,
     after: int = 1,
 ) -> tuple[list[Batch], StoryController, SliceRunner]:
     """What a stage sends for its batches, `after` steps later followed by a stop."""
@@ -83,7 +82,7 @@ def ran(
     controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
     stage = SliceRunner(model, NUM_SLOTS)
-    loop_of(stage, link, controller, layout=layout or Layout(2)).run_until_stop()
+    loop_of(stage, link, controller).run_until_stop()
     stage.check_integrity()
     return link.sent, controller, stage
 
@@ -118,15 +117,15 @@ def test_lost_kv_slot_is_detected_however_the_epoch_ends(
             loop.run_until_stop()
 
 
-def test_batch_is_sent_on_in_the_step_after_it_arrived(first):
+def test_batches_are_sent_on_as_they_arrive(first):
     sent, controller, _ = ran(first, 1, [prompt(0)])
     assert [batch.step for batch in sent] == list(range(len(sent)))
-    assert [len(batch) for batch in sent] == [0, 3, 0, 0]
-    assert sent[1].hidden.shape == (3, first.hidden_size)
+    assert [len(batch) for batch in sent] == [3, 0, 0]
+    assert sent[0].hidden.shape == (3, first.hidden_size)
     assert sent[-1].stop
     steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in TaskKind}
     for kind in (TaskKind.COMPUTE, TaskKind.PRUNE, TaskKind.TRANSFER):
-        assert steps[kind] == [0, 1, 2, 3]
+        assert steps[kind] == [0, 1, 2]
 
 
 def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
@@ -135,17 +134,17 @@ def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
     link = StoryLink(1, [prompt(0), Batch(1), level, Batch(3, stop=True)])
     runner = SliceRunner(first, NUM_SLOTS)
     loop_of(runner, link, StoryController(), share_cores=told.append).run_until_stop()
-    rows = [0, 3, 0, 2, 0]  # of the batches, each of which arrived a step before
+    rows = [3, 0, 2, 0]  # of the batches
     assert told == [False, *(before > 0 for before in rows[:-1])]
 
 
 def test_pruned_rows_are_not_sent_on(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     below = guesses(2, (BELOW_A, A, 7, 4), (BELOW_B, B, 8, 4))
-    verdict = {2: [Verdict(7, 3, (6,))]}  # the token of B
+    verdict = {0: [Verdict(7, 3, (6,))]}  # the token of B
     sent, controller, stage = ran(first, 1, [prompt(0), level, below], verdict)
-    assert sent[2].rows[:, NODE].tolist() == [B]
-    assert sent[3].rows[:, NODE].tolist() == [BELOW_B], "its sibling came after the verdict"
+    assert sent[1].rows[:, NODE].tolist() == [B]
+    assert sent[2].rows[:, NODE].tolist() == [BELOW_B], "its sibling came after the verdict"
     assert stage.length(7) == 4
     assert controller.reports == {}
 
@@ -153,8 +152,8 @@ def test_pruned_rows_are_not_sent_on(first):
 def test_miss_prunes_the_whole_tree(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     root = guesses(2, (20, TIP, 9, 3))
-    sent, _, stage = ran(first, 1, [prompt(0), level, root], {2: [Verdict(7, 3, (9,))]})
-    assert [len(batch) for batch in sent[1:4]] == [3, 0, 1]
+    sent, _, stage = ran(first, 1, [prompt(0), level, root], {0: [Verdict(7, 3, (9,))]})
+    assert [len(batch) for batch in sent[:3]] == [3, 0, 1]
     assert stage.length(7) == 4
     assert len(stage.slots.free()) == NUM_SLOTS - 4
 
@@ -163,7 +162,7 @@ def test_finished_sequence_frees_its_kv_slots_and_is_reported(first):
     over = Batch(1, finished=(7,))
     sent, controller, stage = ran(first, 1, [prompt(0), over])
     assert len(stage.slots.free()) == NUM_SLOTS
-    assert sent[2].finished == (7,)
+    assert sent[1].finished == (7,)
     report = controller.reports[5]
     assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
 
@@ -174,7 +173,7 @@ def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):
     back = Batch(1, rows, started=(again,), preempted=(7,))
     sent, controller, stage = ran(first, 1, [prompt(0), back])
     assert len(stage.slots.free()) == NUM_SLOTS - 3
-    assert (sent[2].preempted, sent[2].started, len(sent[2])) == ((7,), (again,), 3)
+    assert (sent[1].preempted, sent[1].started, len(sent[1])) == ((7,), (again,), 3)
     assert controller.reports == {}
 
 
@@ -189,15 +188,14 @@ def test_retained_prefix_is_shared_before_any_slot_is_freed(first):
         Batch(3, finished=(8,)),
     ]
     sent, controller, stage = ran(first, 1, batches)
-    assert [batch.retained_prefixes for batch in sent[1:4]] == [(), ((7, 3),), ((7, 1),)]
-    assert len(sent[3]) == 1 and controller.reports[5]["rows"] == 1
+    assert [batch.retained_prefixes for batch in sent[:3]] == [(), ((7, 3),), ((7, 1),)]
+    assert len(sent[2]) == 1 and controller.reports[5]["rows"] == 1
     assert stage.cached == {7: 1}
     assert len(stage.slots.free()) == NUM_SLOTS - 1
 
 
 def test_last_stage_decides_tokens_and_prunes_its_tree(first, last):
-    (_, computed, *_), _, _ = ran(first, 1, [prompt(0)])
-    computed.step = 0
+    (computed, *_), _, _ = ran(first, 1, [prompt(0)])
     _, controller, stage = ran(last, 2, [computed])
     said = [unpack_verdicts(payload)[0] for payload in controller.payloads]
     (verdict,) = [verdict for verdicts in said for verdict in verdicts]
@@ -247,13 +245,6 @@ def test_stage_publishes_its_work_when_it_becomes_idle_without_idle_time(first):
         assert 0 < once < controller.counts[name] < 10**9
     parts = sum(told[2][name] for name in ("busy_ns", "receive_ns", "send_ns"))
     assert parts < told[2]["active_ns"]
-
-
-def test_batch_passes_a_group_within_one_step(first):
-    grouped = Layout(3, groups=(1, 2))
-    level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
-    sent, _, _ = ran(first, 2, [prompt(0), level], {2: [Verdict(7, 3, (6,))]}, grouped)
-    assert [len(batch) for batch in sent[1:3]] == [3, 2], "it was sent before the verdict came"
 
 
 def test_concurrent_requests_report_one_common_period(first):

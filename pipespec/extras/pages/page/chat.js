@@ -76,7 +76,6 @@ function onEvent(name, data) {
   if (name === "snapshot") {
     const labels = [data.time_scale !== null && "EMULATED", data.synthetic && "SYNTHETIC"];
     write(byId("labels"), labels.filter(Boolean).join(", "));
-    tree.groupOf = data.group_of;
     if (number === null || !settings.showsTree) stream.close();
   } else if (data.tree && data.tree.request === number) {
     tree.show(data.tree);

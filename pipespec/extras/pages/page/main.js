@@ -81,7 +81,6 @@ function render() {
     const labels = [snapshot.time_scale !== null && "EMULATED", snapshot.synthetic && "SYNTHETIC"];
     write(byId("model"), snapshot.model);
     write(byId("labels"), labels.filter(Boolean).join(", "));
-    panels.groupOf = tree.groupOf = snapshot.group_of;
     document.querySelector("main").hidden = false;
     const figures = new Figures(snapshot);
     panels.figures(figures);

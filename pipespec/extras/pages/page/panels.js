@@ -42,7 +42,6 @@ export class Panels {
     }
     this.steps = []; // the newest last: epoch, step, and rows by kind
     this.stages = new Map();
-    this.groupOf = []; // the step of the pipeline of each rank; empty: every stage is a step
   }
 
   /** Figures have come. */
@@ -70,7 +69,7 @@ export class Panels {
     const most = Math.max(1, ...[...batches.values()].map((rows) => rows[0] + rows[1] + rows[2]));
     for (const [rank, { rows, words }] of this.stages) {
       if (!rows) continue;
-      const step = newest - (this.groupOf[rank] ?? rank) + 1;
+      const step = newest - rank + 1;
       const found = batches.get(`${epoch}/${step}`) ?? [0, 0, 0];
       found.forEach((number, kind) => (rows.children[kind].style.width = `${(100 * number) / most}%`));
       write(words, `rows: ${found.map((number, kind) => `${number} ${KINDS[kind]}`).join(", ")}`);

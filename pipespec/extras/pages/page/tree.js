@@ -14,7 +14,6 @@ export class TreeView {
   #nodes = [];
   #fedAt = new Map();
   #text = "";
-  groupOf = []; // the step of the pipeline of each rank; empty: every stage is a step
 
   /** `tree` is the element for the drawing, `words` the one for what it is, and `text` the one for
    * what was accepted, if that is wanted; `height()`: how high the drawing may be. */
@@ -110,19 +109,12 @@ export class TreeView {
     const step = tree.step - (this.#fedAt.get(node.id) ?? tree.step) + 1;
     const kinds = {
       root: "the last accepted token",
-      flight: `in flight, about ${this.#stages(step)}`,
+      flight: `in flight, about stage ${step}`,
       waiting: "not scheduled",
       accepted: "accepted",
       pruned: "pruned",
     };
     return `${JSON.stringify(node.text)}: ${kinds[node.kind]}, p ${Math.exp(node.logp).toFixed(3)}`;
-  }
-
-  /** The stages that compute a batch in this step of the pipeline; 1: the first. */
-  #stages(step) {
-    const group = Math.min(step, this.groupOf.at(-1) ?? step);
-    const ranks = [...this.groupOf.keys()].filter((rank) => this.groupOf[rank] === group);
-    return ranks.length > 1 ? `stages ${ranks[0]} to ${ranks.at(-1)}` : `stage ${ranks[0] ?? group}`;
   }
 }
 

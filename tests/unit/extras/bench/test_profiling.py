@@ -19,8 +19,6 @@ MID = f"model.mid={resource_dir('demo') / 'target'}"
         (["proposer=suffix"], "but the proposer has none"),
         (["proposer=hybrid"], "what a draft model proposes by itself"),
         (["proposer=cascade", MID], "what a draft model proposes by itself"),
-        (["cluster.stages=4", "cluster.groups=2"], "leave cluster.groups out"),
-        (["cluster.stages=3", "cluster.groups=[1,2]"], "leave cluster.groups out"),
         (["policy=root"], "leave policy out"),
         (["sampling.temperature=1"], "leave sampling.temperature out"),
     ],
@@ -32,7 +30,7 @@ def test_what_cannot_be_profiled_is_refused(settings: list[str], part: str) -> N
 
 
 def test_a_draft_model_is_profiled_also_where_it_waits_for_the_stages() -> None:
-    settings = ["cluster.stages=2", "cluster.groups=1", "policy.width=8", "proposer.overlap=no"]
+    settings = ["cluster.stages=2", "policy.width=8", "proposer.overlap=no"]
     check(compose(settings))
     plain = plain_config(settings)
     assert (plain.policy, plain.cluster.stages) == (Root(), 2)

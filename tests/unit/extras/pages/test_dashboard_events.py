@@ -23,7 +23,6 @@ from pipespec.controller.redis_keys import RedisKeys
 from pipespec.extras.pages.routes import (
     Dashboard,
     StepEntry,
-    group_of_ranks,
     history_event,
     steps_event,
 )
@@ -69,18 +68,6 @@ def test_dashboard_figures_have_host_and_layers_of_each_rank() -> None:
         ("1", "a", "0-3"),
         ("2", "b", "4-5"),
     ]
-
-
-def test_group_of_each_rank_is_that_of_the_clusters_settings() -> None:
-    for groups, expected in {
-        "[2,2]": (0, 1, 1, 2, 2),
-        "[1,3]": (0, 1, 2, 2, 2),
-        "2": (0, 1, 1, 2, 2),
-        "null": (),
-    }.items():
-        # The number of stages may be that of a hosts file, which is not on this machine.
-        assert group_of_ranks(5, ("cluster=away.yaml", f"cluster.groups={groups}")) == expected
-    assert group_of_ranks(3, ("cluster.stages=2", "policy=level")) == ()
 
 
 def test_unfinished_requests_list_running_before_waiting_ones() -> None:
