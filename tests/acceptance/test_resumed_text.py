@@ -178,7 +178,7 @@ def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape, pro
 # --- sampled ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["free", pytest.param("chunks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", ["three", pytest.param("chunks", marks=pytest.mark.long)])
 def test_resumed_text_draws_the_same_tokens(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])

@@ -73,13 +73,6 @@ def test_dtypes_stay_those_of_the_first_layout(deployment: Deployment) -> None:
     assert with_hosts(gpus, [(BETA, MEASURED)]).dtype == "bfloat16"
 
 
-def test_groups_of_stages_allow_no_other_number_of_them(deployment: Deployment) -> None:
-    cluster = replace(deployment.config.cluster, groups=1)
-    grouped = replace(deployment, config=replace(deployment.config, cluster=cluster))
-    with pytest.raises(ConfigError, match=r"cluster\.groups"):
-        with_hosts(grouped, [(BETA, MEASURED)])
-
-
 def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(
     deployment: Deployment,
 ) -> None:

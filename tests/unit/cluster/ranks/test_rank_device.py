@@ -27,9 +27,7 @@ def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(
         def drop(self) -> None: ...
 
     held: Any = SimpleNamespace(
-        deployment=SimpleNamespace(
-            devices=("cuda:1", "cuda:0", "cuda:1"), layout=SimpleNamespace(last=3)
-        ),
+        deployment=SimpleNamespace(devices=("cuda:1", "cuda:0", "cuda:1"), layers=(range(1),) * 3),
         rank=2,
         member=0,
         members=("a",),
