@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.hosts import Host
 from pipespec.controller import epoch_control
-from pipespec.controller.certificate import tls_of
+from pipespec.controller.controller_settings import AUTO
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.redis_connection import check_server
@@ -65,7 +65,7 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
             addresses=() if address is None else (address,),
             port=None if address is None else config.port,
             data=data,
-            tls=tls_of(config.tls),
+            tls=config.tls == AUTO,
         ) as server:
             if data is not None:
                 write_model(data, kept_model(deployment))

@@ -1,5 +1,5 @@
-"""TLS certificates: of a private Redis, files of the user or one made for this server, and of hosts
-that exchange weights."""
+"""TLS certificates, made for one server each: for a private Redis, and for hosts that exchange
+weights."""
 
 from __future__ import annotations
 
@@ -12,67 +12,15 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from pipespec.errors import ConfigError
 from pipespec.system.files import write_atomically
 
-# Besides a folder, the values of controller.tls.
-AUTO, OFF = "auto", "off"
-CERT, KEY, CA = "cert.pem", "key.pem", "ca.pem"
+CERT, KEY = "cert.pem", "key.pem"
 COMMON_NAME = "pipespec-redis"
 # The clocks of the hosts need not agree: the certificate ends with the server, not with a date.
 FOREVER = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 # As the `ssl` module numbers it, and as the URLs of redis-py name it.
 TLS_1_3 = 0x0304
 TLS_1_3_NAME = "TLSv1.3"  # to Redis
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """A server's certificate and key, and what its clients trust, as PEM files. `pinned`: clients
-    trust exactly this certificate, at whatever address they find it; otherwise an authority, whose
-    certificate for another address is refused."""
-
-    cert: Path
-    key: Path
-    ca: Path
-    pinned: bool = False
-
-    @classmethod
-    def of(cls, folder: Path) -> Self:
-        """The files cert.pem, key.pem and ca.pem of a folder. Raises ConfigError."""
-        here = folder.resolve()
-        files = cls(here / CERT, here / KEY, here / CA)
-        for file in (files.cert, files.key, files.ca):
-            if not os.access(file, os.R_OK):
-                raise ConfigError(
-                    f"controller.tls is {str(folder)!r}, but {file.name} cannot be read there: "
-                    "the folder must hold cert.pem, key.pem and ca.pem, or set controller.tls "
-                    "to auto."
-                )
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(files.cert, files.key, password="")
-            context.load_verify_locations(files.ca)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            raise ConfigError(
-                f"controller.tls is {str(folder)!r}, whose files TLS cannot use ({reason}): "
-                "key.pem must be the key of cert.pem, without a passphrase, and ca.pem the "
-                "certificate of its authority."
-            ) from None
-        return files
-
-    def url_options(self) -> str:
-        """The query of a `rediss://` URL whose clients trust this server and no other. Raises
-        ConfigError if the authority's file cannot be read any more."""
-        try:
-            trusted = self.ca.read_text(encoding="ascii")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{str(self.ca)!r} cannot be read as a certificate in PEM ({error})."
-            ) from None
-        address = "&ssl_check_hostname=false" if self.pinned else ""
-        return f"ssl_min_version={TLS_1_3}{address}&ssl_ca_data={quote(trusted, safe='')}"
 
 
 @dataclass(frozen=True)
@@ -131,14 +79,13 @@ class Certificate:
         finally:
             os.close(descriptor)
 
-    def write(self, folder: Path) -> TlsFiles:
+    def write(self, folder: Path) -> None:
+        """As the files CERT and KEY of a folder."""
         write_atomically(folder / CERT, self.cert.encode("ascii"))
         write_atomically(folder / KEY, self.key.encode("ascii"))
-        return TlsFiles(folder / CERT, folder / KEY, ca=folder / CERT, pinned=True)
 
-
-def tls_of(setting: str) -> TlsFiles | bool:
-    """What `controller.tls` means: files, or whether to make a certificate. Raises ConfigError."""
-    if setting in (AUTO, OFF):
-        return setting == AUTO
-    return TlsFiles.of(Path(setting))
+    def url_options(self) -> str:
+        """The query of a `rediss://` URL whose clients trust this certificate, at whatever address
+        they find it, and no other."""
+        trusted = quote(self.cert, safe="")
+        return f"ssl_min_version={TLS_1_3}&ssl_check_hostname=false&ssl_ca_data={trusted}"

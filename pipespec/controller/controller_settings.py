@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipespec.controller import certificate
 from pipespec.errors import ConfigError
 from pipespec.limits import LARGEST_PORT
 from pipespec.settings import REQUIRED, check_settings, setting
-from pipespec.system.validation import is_folder, shown
+from pipespec.system.validation import shown
 
+# The values of controller.tls.
+AUTO, OFF = "auto", "off"
 URL_SCHEMES = ("redis", "rediss", "unix")
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 LONGEST_NAMESPACE = 128  # it is in every key
@@ -40,9 +41,10 @@ class ControllerConfig:
         "`up` and `serve` keep them in one of their own until an orderly end.",
     )
     tls: str = setting(
-        certificate.AUTO,
+        AUTO,
         "TLS between other hosts and the private server: auto makes a certificate for this "
-        "cluster, a folder holds cert.pem, key.pem and ca.pem, off is plain TCP.",
+        "cluster, off is plain TCP.",
+        choices=(AUTO, OFF),
     )
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class ControllerConfig:
         if self.data == "":
             raise ConfigError("controller.data is empty, but must name a folder or be null.")
         if self.url is not None:
-            private = {"port": self.port, "data": self.data, "tls": self.tls != certificate.AUTO}
+            private = {"port": self.port, "data": self.data, "tls": self.tls != AUTO}
             for name, given in private.items():
                 if given:
                     raise ConfigError(
@@ -64,11 +66,6 @@ class ControllerConfig:
                     "controller.url must begin with redis://, rediss:// or unix://, "
                     "as in redis://user:password@host:6379/0."
                 )
-        elif self.tls not in (certificate.AUTO, certificate.OFF) and not is_folder(self.tls):
-            raise ConfigError(
-                f"controller.tls is {shown(self.tls)}, but must be auto, off, or a folder that "
-                "holds cert.pem, key.pem and ca.pem."
-            )
         if not NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > LONGEST_NAMESPACE:
             raise ConfigError(
                 f"controller.namespace is {shown(self.namespace)}, but must be at most "

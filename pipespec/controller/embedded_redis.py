@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from pipespec.controller import tls_proxy
-from pipespec.controller.certificate import TLS_1_3_NAME, Certificate, TlsFiles
+from pipespec.controller.certificate import CERT, KEY, TLS_1_3_NAME, Certificate
 from pipespec.controller.data_folder import (
     Identity,
     locked,
@@ -87,7 +87,7 @@ class EmbeddedRedis:
         addresses: Sequence[str] = (),
         port: int | None = None,
         data: Path | None = None,
-        tls: TlsFiles | bool = True,
+        tls: bool = True,
     ):
         """`addresses` are IP addresses or names of this machine. `port` 0 means a free one, or
         the one that `data` remembers. `tls` True means a certificate made for this server, or
@@ -96,8 +96,7 @@ class EmbeddedRedis:
         self._addresses = (LOOPBACK, *addresses) if tcp else ()
         self._wanted_port = port or 0
         self._data = data.resolve() if data else None
-        self._tls = tls
-        self._tls_files: TlsFiles | None = None
+        self._tls = tls and tcp
         self._certificate: Certificate | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
         self._front_stopped_at: float | None = None  # when it was first seen stopped, if it is
@@ -119,9 +118,10 @@ class EmbeddedRedis:
         """Where to connect over TCP, password included, and with TLS the certificate to trust."""
         host = f"[{address}]" if ":" in address else address
         place = f":{self._password}@{host}:{self.port}"
-        if self._tls_files is None:
+        if not self._tls:
             return f"redis://{place}"
-        return f"rediss://{place}?{self._tls_files.url_options()}"
+        assert self._certificate
+        return f"rediss://{place}?{self._certificate.url_options()}"
 
     @property
     def _folder(self) -> Path:
@@ -221,11 +221,9 @@ class EmbeddedRedis:
         kept = read_identity(self._data) if self._data else None
         if kept:
             self._password, self._certificate = kept.password, kept.certificate
-        if isinstance(self._tls, TlsFiles):
-            self._tls_files = self._tls
-        elif self._tls and self._addresses:
+        if self._tls:
             self._certificate = self._certificate or Certificate.make()
-            self._tls_files = self._certificate.write(self._folder)
+            self._certificate.write(self._folder)
         return self._wanted_port or (kept.port if kept else None) or 0
 
     def _start(self) -> None:
@@ -240,8 +238,8 @@ class EmbeddedRedis:
                 self._held.enter_context(opened.pop_all())
             self._run()
         if self._listeners:
-            assert self._tls_files and self._scratch
-            ours = self._listeners, self._folder / SOCKET, self._tls_files, self._scratch.hold
+            assert self._scratch
+            ours = self._listeners, self._folder / SOCKET, self._scratch.hold
             self._proxy = self._spawner.make(lambda: tls_proxy.start(*ours))
 
     def _run(self) -> None:
@@ -306,7 +304,7 @@ class EmbeddedRedis:
         ]
         if not self._addresses or self._listeners:
             lines.append("port 0")
-        elif self._tls_files is None:
+        elif not self._tls:
             lines += [f"bind {' '.join(self._addresses)}", f"port {self._port}"]
         else:
             lines += [
@@ -314,9 +312,9 @@ class EmbeddedRedis:
                 "port 0",
                 f"tls-port {self._port}",
                 f"tls-protocols {TLS_1_3_NAME}",
-                f"tls-cert-file {_quoted(self._tls_files.cert)}",
-                f"tls-key-file {_quoted(self._tls_files.key)}",
-                f"tls-ca-cert-file {_quoted(self._tls_files.ca)}",
+                f"tls-cert-file {_quoted(self._folder, CERT)}",
+                f"tls-key-file {_quoted(self._folder, KEY)}",
+                f"tls-ca-cert-file {_quoted(self._folder, CERT)}",
                 # Clients prove themselves with the password.
                 "tls-auth-clients no",
             ]

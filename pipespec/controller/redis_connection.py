@@ -219,8 +219,7 @@ def explain(url: str, error: Exception, timeout: float, answered: bool = False) 
     if wrong is not None and is_pinned(url):
         return Unreachable(
             f"{where} shows a certificate that is not of this cluster ({wrong.verify_message}): "
-            "something else answers there, or reads along; check the network between the hosts, "
-            "or the files of controller.tls."
+            "something else answers there, or reads along; check the network between the hosts."
         )
     if isinstance(cause, ssl.SSLError) or isinstance(error, ssl.SSLError):
         return Unreachable(

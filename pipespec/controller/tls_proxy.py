@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from pipespec.controller.certificate import TlsFiles
+from pipespec.controller.certificate import CERT, KEY
 from pipespec.errors import ConfigError, ControllerError
 from pipespec.system import network_interfaces
 from pipespec.system.process_identity import die_with_parent
@@ -90,16 +90,14 @@ def listener_at(address: str, port: int) -> socket.socket:
         raise ConfigError(f"Redis cannot listen on {address}:{port}: {reason}.") from None
 
 
-def start(
-    listeners: Sequence[socket.socket], target: Path, files: TlsFiles, hold: int
-) -> subprocess.Popen[bytes]:
+def start(listeners: Sequence[socket.socket], target: Path, hold: int) -> subprocess.Popen[bytes]:
     """A process that accepts TLS connections at `listeners` and passes them on to the Unix socket
-    `target`; it ends with the thread that makes it. The sockets stay open here, so no other process
-    takes the port when it is started again. `hold` is a descriptor for it to inherit. Raises
-    ControllerError if it does not start."""
+    `target`, with the certificate and key beside it; it ends with the thread that makes it. The
+    sockets stay open here, so no other process takes the port when it is started again. `hold` is a
+    descriptor for it to inherit. Raises ControllerError if it does not start."""
     descriptors = [listener.fileno() for listener in listeners]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    arguments = (target, files.cert, files.key, *descriptors)
+    arguments = (target, target.parent / CERT, target.parent / KEY, *descriptors)
     with open(target.parent / LOG, "w+b") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, arguments)],

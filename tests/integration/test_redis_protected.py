@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,12 +21,12 @@ from redis.connection import parse_url
 import pipespec
 from pipespec.controller import epoch_control, tls_proxy
 from pipespec.controller.async_request_log import AsyncRequestLog
-from pipespec.controller.certificate import Certificate, TlsFiles
+from pipespec.controller.certificate import Certificate
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.core import Request, SamplingParams
-from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.errors import ControllerError, Unreachable
 from pipespec.system.process_identity import is_stopped
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
@@ -149,8 +148,7 @@ def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SS
     """The certificate of a man in the middle."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if kind == "like ours":
-        files = Certificate.make().write(tmp_path)
-        context.load_cert_chain(files.cert, files.key)
+        Certificate.make().load_into(context)
         return context
     authority = trustme.CA()
     authority.issue_cert(LOOPBACK).configure_cert(context)
@@ -239,64 +237,6 @@ def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
         assert not list(folder.glob("*.pem")), "no other host connects"
 
 
-# Certificates of the user (`controller.tls=FOLDER`) ------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `controller.tls` wants it."""
-    folder = tmp_path_factory.mktemp("certificates")
-    authority = trustme.CA()
-    issued = authority.issue_cert(HOST)
-    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    issued.private_key_pem.write_to_path(folder / "key.pem")
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    return folder
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
-def secure(request: pytest.FixtureRequest, certificates: Path) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(addresses=[HOST], tls=TlsFiles.of(certificates))
-    with redis_server(with_tls=request.param), server:
-        yield server
-
-
-def test_another_host_connects_with_nothing_but_the_url_of_tls(secure: EmbeddedRedis) -> None:
-    assert secure.url_at(HOST).startswith("rediss://")
-    ask(secure.url_at(HOST))
-    plain = f"redis://:{password(secure)}@{HOST}:{secure.port}"
-    with pytest.raises(Unreachable, match="use rediss://"):
-        check_server(plain, timeout=1)
-
-
-def test_a_client_trusts_only_the_named_authority_and_address(
-    secure: EmbeddedRedis, certificates: Path
-) -> None:
-    bare = secure.url_at(HOST).partition("?")[0]
-    for url in (bare, secure.url_at(LOOPBACK)):
-        with pytest.raises(Unreachable, match="certificate"):
-            check_server(url)
-    assert check_server(f"{bare}?ssl_ca_certs={certificates}/ca.pem")
-
-
-def test_files_that_do_not_belong_together_are_named(certificates: Path, tmp_path: Path) -> None:
-    for name in ("cert.pem", "key.pem", "ca.pem"):
-        (tmp_path / name).write_bytes((certificates / name).read_bytes())
-    TlsFiles.of(tmp_path)
-    trustme.CA().issue_cert(HOST).private_key_pem.write_to_path(tmp_path / "key.pem")
-    with pytest.raises(ConfigError, match=r"controller\.tls is .*: key\.pem must be the key"):
-        TlsFiles.of(tmp_path)
-    (tmp_path / "ca.pem").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"controller\.tls is .*key\.pem must be"):
-        TlsFiles.of(tmp_path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cert.pem").touch()
-    with pytest.raises(ConfigError, match=r"key\.pem cannot be read there"):
-        TlsFiles.of(tmp_path)
-
-
 # A server without TLS ------------------------------------------------------------------------
 
 
@@ -346,30 +286,28 @@ def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) ->
 
 
 def test_a_proxy_that_hangs_before_it_is_ready_is_ended(
-    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 600\n")
     hanging.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(hanging))
     monkeypatch.setattr(tls_proxy, "START_TIMEOUT_S", 1.0)
-    files, before = TlsFiles.of(certificates), psutil.Process().children()
+    before = psutil.Process().children()
     with (
         tls_proxy.listener_at(LOOPBACK, 0) as listener,
         pytest.raises(ControllerError, match="did not start: it was not ready within 1 seconds"),
     ):
-        tls_proxy.start([listener], tmp_path / "redis.sock", files, listener.fileno())
+        tls_proxy.start([listener], tmp_path / "redis.sock", listener.fileno())
     assert psutil.Process().children() == before
 
 
-def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:
-    broken = replace(TlsFiles.of(certificates), key=certificates / "missing.pem")
+def test_a_proxy_that_cannot_start_is_said(tmp_path: Path) -> None:
     with (
-        redis_server(with_tls=False),
+        tls_proxy.listener_at(LOOPBACK, 0) as listener,
         pytest.raises(ControllerError, match=r"TLS process .* did not start: .*No such file"),
-        EmbeddedRedis(addresses=[HOST], tls=broken),
-    ):
-        pass
+    ):  # there is no certificate beside the socket
+        tls_proxy.start([listener], tmp_path / "redis.sock", listener.fileno())
 
 
 def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:
