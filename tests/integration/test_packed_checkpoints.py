@@ -16,7 +16,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import expanded, summary
@@ -38,6 +37,7 @@ from tests.helpers import few_bits
 from tests.helpers.few_bits import FP4S, FP8S
 from tests.helpers.models import NUM_LAYERS, logits, weights
 from tools.rig import cluster
+from tools.rig.asker import running
 from tools.rig.packing import KINDS, compressed_tensors, pack, words
 
 DEMO = resource_dir("demo")
