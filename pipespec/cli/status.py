@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.registry import Damaged, Entry, entries, entry, log_of
+from pipespec.client.registry import Entry, entries, entry, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipespec.controller.cluster_status import ClusterStatus
 
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
-SILENT, DAMAGED = "no answer", "unreadable"
+SILENT = "no answer"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 SEAL = "transport.seal="
 WATCH_S = 1.0
@@ -60,13 +60,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if not arguments.watch:
             break
         time.sleep(WATCH_S)
-    return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
+    return 1 if any(cluster["state"] == SILENT for cluster in clusters) else 0
 
 
-def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
+def report(found: Entry, now: float) -> dict[str, Any]:
     """The state of one cluster at a time, in seconds since 1970; None: unknown."""
-    if isinstance(found, Damaged):
-        return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     cluster = found.cluster
     state: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
     if (log := log_of(found.name)) is not None:

@@ -112,14 +112,6 @@ class Entry:
     cluster: RunningCluster | None
 
 
-@dataclass(frozen=True)
-class Damaged:
-    """A name of which nothing is known, because its files cannot be read; the problem says why."""
-
-    name: str
-    problem: str
-
-
 def folder() -> Path:
     return state_folder()
 
@@ -244,24 +236,20 @@ def held(name: str) -> Entry | None:
     return None
 
 
-def entries() -> list[Entry | Damaged]:
-    """Every name that is taken, in order: by a process that lives, or on another machine."""
+def entries() -> list[Entry]:
+    """Every name that is taken, in order: by a process that lives, or on another machine. Raises
+    ConfigError if an entry cannot be read."""
     names = {path.stem for path in folder().glob("*") if path.suffix in (ENTRY, LOCK)}
-    found: list[Entry | Damaged] = []
-    for name in sorted(filter(NAME.fullmatch, names)):
-        try:
-            entry = held(name)
-        except ConfigError as error:
-            found.append(Damaged(name, str(error)))
-        else:
-            found += [] if entry is None else [entry]
-    return found
+    found = map(held, sorted(filter(NAME.fullmatch, names)))
+    return [entry for entry in found if entry is not None]
 
 
 def entry(name: str | None) -> Entry:
     """The cluster of that name, or the only one there is. Raises ConfigError."""
     if name is not None:
         check_name(name)
+        if (found := held(name)) is not None:
+            return found
     taken = entries()
     names = ", ".join(entry.name for entry in taken)
     if name is None:
@@ -269,12 +257,7 @@ def entry(name: str | None) -> Entry:
             raise ConfigError(f"Several clusters are up: {names}; name one.")
         if not taken:
             raise ConfigError("No cluster is up; start one with `pipespec up`.")
-        name = taken[0].name
-    for candidate in taken:
-        if candidate.name == name:
-            if isinstance(candidate, Damaged):
-                raise ConfigError(candidate.problem)
-            return candidate
+        return taken[0]
     others = f"these are: {names}" if taken else "start it with `pipespec up`"
     log = folder() / (name + LOG)
     last = f" (the last one's log is {log})" if log.exists() else ""

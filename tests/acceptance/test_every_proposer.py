@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster.deployment.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.cluster.ranks import rank_components
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.matrix import some_of
@@ -95,13 +95,6 @@ def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
     )
     assert repeats > length / 4
     assert stats["hit_rate"] >= 0.5 * repeats / length
-
-
-def test_proposer_without_a_draft_does_not_open_the_draft_folder(folder):
-    nowhere = Path("/no/such/draft")
-    assert cluster.make_deployment(folder / "target", nowhere, "proposer=suffix").draft is None
-    with pytest.raises(ModelError):
-        cluster.make_deployment(folder / "target", nowhere, "proposer=hybrid")
 
 
 # --- a mid-size model that scores the tree beside the head ---------------------------------------

@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,14 +24,13 @@ from pipespec.controller.certificate import Certificate
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.core import Request, SamplingParams
+from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.system.process_identity import is_stopped
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
 from tests.helpers.waiting import until
-from tools.rig.log import client_of
 
 REPOSITORY = Path(pipespec.__file__).parent.parent
 LOOPBACK = "127.0.0.1"
@@ -210,16 +208,6 @@ def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: st
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
 
 
-@contextmanager
-def asking_again(url: str) -> Iterator[None]:
-    """A client asks before the block and after it, over the connection that broke meanwhile."""
-    epoch_control.begin_epoch(url, "again")
-    with client_of(url, "again", patience=60) as client:
-        first = client.submit(sampling=SamplingParams(), **ASKED)
-        yield
-        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
-
-
 # The server ----------------------------------------------------------------------------------
 
 
@@ -259,19 +247,6 @@ def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
     assert {each.port for each in listening([proxy_pid(fronted)])} == {fronted.port}
     command = Path(f"/proc/{proxy_pid(fronted)}/cmdline").read_bytes()
     assert password(fronted).encode() not in command
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_proxy_that_ends_or_hangs_is_replaced(
-    fronted: EmbeddedRedis, number: signal.Signals
-) -> None:
-    url, lost = fronted.url_at(HOST), proxy_pid(fronted)
-    with asking_again(url):
-        assert not fronted.front_failed()
-        os.kill(lost, number)
-        until(fronted.front_failed)
-        fronted.restart()
-    assert proxy_pid(fronted) != lost
 
 
 def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) -> None:

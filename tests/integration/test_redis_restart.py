@@ -20,7 +20,7 @@ from pipespec.controller import data_folder, epoch_control
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.log_records import Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.task_graph import compute, step_graph
@@ -288,52 +288,6 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
 
 
 # Who goes on ---------------------------------------------------------------------------------
-
-
-def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, user: Asker) -> None:
-    """Crashes at any moment of a head that goes on from what the log has."""
-    count = 30
-    request = ask(user)
-    allowed = threading.Semaphore(0)
-
-    def decode() -> None:
-        turns = 0
-        while True:
-            try:
-                with head_of(server, NAMESPACE) as controller:
-                    for token in range(len(controller.tokens(request)), count):
-                        while turns <= token:
-                            allowed.acquire()
-                            turns += 1
-                        accept(controller, request, 3 + token, [token])
-                        controller.tokens(request)  # waits for Redis
-                    controller.finish(request, "length")
-                return
-            except Unreachable:
-                continue  # the next head
-
-    decoding = threading.Thread(target=decode, daemon=True)
-    decoding.start()
-    events = user.events(request)
-    heard: list[int] = []
-    for turn in range(count):
-        allowed.release()
-        if turn % 3 == 0:
-            kill(server)
-            server.restart()
-        if turn % 2 and turn > 10:
-            continue  # let several come at once
-        while len(heard) <= turn:
-            event = next(events)
-            assert isinstance(event, Accepted)
-            assert event.base == 3 + len(heard)
-            heard += event.tokens
-    *rest, last = events
-    for event in rest:
-        heard += event.tokens
-    decoding.join(60)
-    assert heard == list(range(count))
-    assert last == Finished("length")
 
 
 def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
