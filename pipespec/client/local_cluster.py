@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
@@ -16,12 +15,16 @@ from pipespec.cluster.session import ClusterSession
 
 
 def running_cluster(
-    name: str, cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
+    cluster: ClusterSession,
+    served: ModelInfo,
+    settings: Sequence[str] = (),
+    name: str | None = None,
 ) -> RunningCluster:
-    """The registry's entry of a cluster of this process, made by `settings`."""
+    """The registry's entry of a cluster of this process, made by `settings`; without a `name` it is
+    called as its keys are."""
     return RunningCluster(
-        name=name,
-        url=cluster.redis.worker_url,
+        name=name or cluster.namespace,
+        url=cluster.url,
         namespace=cluster.namespace,
         epoch=cluster.epoch,
         owner=Owner.this(),
@@ -34,13 +37,6 @@ def running_cluster(
     )
 
 
-def own_entry(
-    cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
-) -> RunningCluster:
-    namespace = cluster.deployment.config.controller.namespace
-    return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
-
-
 def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager[Client]:
     """A client of a cluster that runs."""
-    return attach(own_entry(cluster, served), own=cluster)
+    return attach(running_cluster(cluster, served), own=cluster)
