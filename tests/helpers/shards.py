@@ -1,4 +1,4 @@
-"""Checkpoints in many files, and copies that hold only the files of a slice."""
+"""Checkpoints in many files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from pipespec.engine.formats.safetensors_headers import INDEX, WEIGHTS, read_index
-from pipespec.engine.formats.slice_tensors import needed, part_of, parts_of
+from pipespec.engine.formats.safetensors_headers import INDEX, WEIGHTS
+from pipespec.engine.formats.slice_tensors import part_of
 
 
 def shard(source: Path, folder: Path, per_file: int = 5) -> Path:
@@ -26,13 +26,3 @@ def shard(source: Path, folder: Path, per_file: int = 5) -> Path:
     index = {"metadata": {}, "weight_map": shard_of}
     (folder / INDEX).write_text(json.dumps(index))
     return folder
-
-
-def own_files(source: Path, folder: Path, layers: range, num_layers: int, *, tied: bool) -> Path:
-    """A copy of a sharded checkpoint with the files of one slice alone."""
-    shard_of = read_index(source)
-    assert shard_of is not None
-    keep = {shard_of[name] for name in needed(shard_of, parts_of(layers, num_layers, tied=tied))}
-    others = set(shard_of.values()) - keep
-    assert others
-    return Path(shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*others)))

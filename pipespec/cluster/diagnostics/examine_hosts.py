@@ -160,7 +160,7 @@ class Examination(ExitStack):
         """Whether this machine lacks a model that one of the hosts has whole."""
         inventories = [seen.inventory for seen in self.seen.values() if seen.inventory is not None]
         found = [each.models[part] for each in inventories if part in each.models]
-        whole = any(each.problem is None and not each.absent for each in found)
+        whole = any(each.problem is None for each in found)
         return whole and not os.path.lexists(home_expanded(name))
 
     def start(self, name: str) -> None:

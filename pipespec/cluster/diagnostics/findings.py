@@ -1,21 +1,18 @@
 """The results of `pipespec doctor`: reports on hosts and links, and findings, here those on models:
-missing, incomplete, or unlike those of the others. Pure."""
+missing, or unlike those of the others. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import Link, Listening
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX
-from pipespec.engine.formats.slice_tensors import described, listed, parts_of
-from pipespec.errors import ConfigError
-from pipespec.placement.slices import split_evenly
+from pipespec.engine.formats.slice_tensors import listed
 
 COMES = "the host gets what it computes when the cluster starts, or by `pipespec cache fetch`"
 
@@ -63,14 +60,12 @@ def model_findings(
         nowhere = not usable and not hosts_file.by_hand
         needed = part == "target" or hosts_file.draft is not None or nowhere
         for name, model in found.items():
+            if name in usable:
+                continue
             comes = part in fetchable and getattr(hosts_file.host(name), part) is None
-            if name not in usable:
-                absent = model.problem == "is missing"
-                sentence: str | None = _lacking(part, name, model, comes=comes and absent)
-                comes = comes and absent
-            else:
-                sentence = _incomplete(hosts_file, part, name, model, comes=comes)
-            if sentence is not None and not (comes and not needed):
+            comes = comes and model.problem == "is missing"
+            if needed or not comes:
+                sentence = _lacking(part, name, model, comes=comes)
                 yield Finding(needed and not comes, (name,), sentence)
         yield from _different(part, usable)
 
@@ -111,49 +106,3 @@ def _lacking(part: str, name: str, model: Fingerprint, *, comes: bool) -> str:
         f"The {part} {model.folder} on {name} {model.problem}; {remedy}, or set `{part}` of the "
         "host to its path."
     )
-
-
-def _incomplete(
-    hosts_file: HostsFile, part: str, name: str, model: Fingerprint, *, comes: bool
-) -> str | None:
-    """What a host's model lacks of the layers that the hosts file gives the host, as a sentence;
-    None: nothing."""
-    if not model.absent:
-        return None
-    needed = _needed(hosts_file, name, model) if part == "target" else None
-    lacking = {
-        file: parts
-        for file, held in model.absent.items()
-        if (parts := [each for each in held if needed is None or each in needed])
-    }
-    if not lacking:
-        return None
-    files = sorted(lacking)
-    more = f" and {len(files) - 1} more" if files[1:] else ""
-    names = {each for held in lacking.values() for each in held}
-    whose = "of its layers" if needed is not None else "which the head computes"
-    remedy = COMES if comes else "copy the files there"
-    if needed is not None and not comes:
-        remedy += ", or give the host other layers with `split`"
-    return (
-        f"The {part} {model.folder} on {name} lacks {files[0]}{more}, {whose} "
-        f"({described(names)}); {remedy}."
-    )
-
-
-def _needed(hosts_file: HostsFile, name: str, model: Fingerprint) -> set[str] | None:
-    """The parts of the target that a host's stages compute if nothing is measured; None: all."""
-    stages = hosts_file.ranks[1:]
-    if model.num_layers is None:
-        return None
-    try:
-        sizes = hosts_file.split or [
-            len(each) for each in split_evenly(model.num_layers, len(stages))
-        ]
-    except ConfigError:
-        return None
-    found: set[str] = set()
-    for worker, size, end in zip(stages, sizes, accumulate(sizes), strict=True):
-        if hosts_file.host_of(worker).name == name:
-            found |= parts_of(range(end - size, end), model.num_layers, tied=model.tied)
-    return found

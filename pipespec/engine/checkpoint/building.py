@@ -13,7 +13,7 @@ import torch
 
 from pipespec.engine.checkpoint.checkpoint import StoredFiles
 from pipespec.engine.formats.architectures import num_layers_of
-from pipespec.engine.formats.safetensors_folder import FOREIGN, view
+from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.formats.stored import LazyTensor, Part
@@ -54,17 +54,14 @@ def alone(*, progress: bool = False) -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
-@contextmanager
 def source_of(
     files: StoredFiles, parts: Collection[str], dtype: torch.dtype
-) -> Iterator[tuple[Path | None, dict[str, Any] | None]]:
+) -> tuple[Path | None, dict[str, Any] | None]:
     """What `from_pretrained` loads these parts (`slice_tensors`) from: a state dict whose tensors
     are read lazily, or the folder that a package of Transformers reads."""
     if files.by_package:
-        with view(files.path, parts) as folder:
-            yield folder, None
-    else:
-        yield None, {name: files.tensor(name, dtype) for name in files.headers(parts)}
+        return files.path, None
+    return None, {name: files.tensor(name, dtype) for name in files.headers(parts)}
 
 
 def build(

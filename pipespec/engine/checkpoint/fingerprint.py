@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipespec.engine.checkpoint.model_path import known_model
-from pipespec.engine.checkpoint.partial_checkpoint import missing
-from pipespec.engine.checkpoint.parts.parts_file import is_partial
-from pipespec.engine.formats.architectures import count_field, text_config, text_names
+from pipespec.engine.formats.architectures import text_names
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
-from pipespec.engine.formats.safetensors_headers import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    tensor_ranges,
-    weight_map,
-)
-from pipespec.engine.formats.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX, WEIGHTS, weight_map
 from pipespec.errors import ModelError
 from pipespec.system.validation import (
     Missing,
@@ -44,9 +35,8 @@ class Fingerprint:
     """A checkpoint on a host.
 
     `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
-    hashes of those files; `shards` has the sizes of the weight files by their names. `index` is
-    None where a single file holds all weights. `absent` has the parts (`engine.slice_tensors`) that
-    each missing file of the index holds; `num_layers` and `tied` say which of them a slice needs.
+    hashes of those files; `shards` has the sizes of the weight files by their names, which in the
+    parts cache are those of whole files. `index` is None where a single file holds all weights.
     """
 
     folder: str
@@ -54,9 +44,6 @@ class Fingerprint:
     config: str | None = None
     index: str | None = None
     shards: Mapping[str, int] | None = None
-    absent: Mapping[str, list[str]] = field(default_factory=dict)
-    num_layers: int | None = None
-    tied: bool = False
 
 
 def fingerprint(model: str) -> Fingerprint:
@@ -101,34 +88,12 @@ def _of_folder(path: Path) -> Fingerprint:
             shard_of = weight_map(path / INDEX, parse_json(content))
         except (Unreadable, ModelError) as error:
             raise ModelError(f"has no usable {INDEX}") from error
-    shards = sorted(set(shard_of.values()) or {WEIGHTS})
-    sizes = {name: (path / name).stat().st_size for name in shards if os.path.isfile(path / name)}
-    if not sizes:
-        others = f" and {len(shards) - 1} more of its files" if len(shards) > 1 else ""
-        raise ModelError(f"holds no {shards[0]}{others}")
-    try:
-        names = shard_of or (tensor_ranges(path / WEIGHTS) if is_partial(path / WEIGHTS) else {})
-        lacking = missing(path, {part_of(name) for name in text_names(names).values()})
-    except ModelError as error:
-        raise ModelError(f"cannot be read ({error})") from error
-    absent = {file: sorted(set(map(part_of, lacking[file]))) for file in sorted(lacking)}
-    hashed = _hash(config)
-    return Fingerprint(str(path), None, hashed, index, sizes, absent, *_layers(config, shard_of))
-
-
-def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
-    """How many layers a model has, by its config.json, and whether its embedding is its output
-    head."""
-    try:
-        raw = parse_json(config)
-    except Unreadable:
-        return None, False
-    raw = text_config(raw) if isinstance(raw, dict) else {}
-    count = raw.get(count_field(str(raw.get("model_type"))))
-    tied = raw.get("tie_word_embeddings")
-    if type(tied) is not bool:
-        tied = not any(name.endswith(OUTPUT_HEADS) for name in names)
-    return count if type(count) is int and count > 0 else None, tied
+    shards = sorted({shard_of[stored] for stored in text_names(shard_of)} or {WEIGHTS})
+    if gone := [name for name in shards if not os.path.isfile(path / name)]:
+        others = f" and {len(gone) - 1} more of its files" if gone[1:] else ""
+        raise ModelError(f"holds no {gone[0]}{others}")
+    sizes = {name: (path / name).stat().st_size for name in shards}
+    return Fingerprint(str(path), None, _hash(config), index, sizes)
 
 
 def _hash(data: bytes) -> str:

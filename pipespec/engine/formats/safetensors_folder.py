@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +25,8 @@ from pipespec.engine.formats.quantization import (
 )
 from pipespec.engine.formats.safetensors_headers import (
     CONFIG,
-    INDEX,
     WEIGHTS,
     Tensor,
-    absent_tensors,
     read_index,
     read_json,
     read_tensors,
@@ -72,15 +67,14 @@ FOREIGN = "correct it, or fetch the checkpoint again"
 
 
 class SafetensorsFolder:
-    """A folder. Files of layers that this host does not compute may be missing. Nothing is read
-    before it is asked for, and each method raises ModelError.
+    """A folder. Nothing is read before it is asked for, and each method raises ModelError.
 
     Attributes:
         whole: config.json.
         raw: that of the text part.
         method: by which the files are quantised; None: they are not.
         packing: how pipespec reads their matrices; None: they are plain, or a package reads them.
-        present: the headers of all tensors that are here.
+        present: the headers of all tensors.
     """
 
     def __init__(self, path: Path):
@@ -136,17 +130,12 @@ class SafetensorsFolder:
         found = read_tensors(self.path)
         return {name: each for name, each in found.items() if part_of(name) != UNUSED}
 
-    @cached_property
-    def _all(self) -> dict[str, Tensor]:
-        return self.present | absent_tensors(self.path, self.raw, self.present, self.dtype)
-
     def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
         """The tensors by name, as those of plain weights where these can be made: of these parts
-        (`slice_tensors`), which are here, or of all."""
-        if parts is None:
-            tensors = self._all
-        else:
-            tensors = {name: self.present[name] for name in needed(self.present, parts)}
+        (`slice_tensors`), or of all."""
+        tensors = self.present
+        if parts is not None:
+            tensors = {name: tensors[name] for name in needed(tensors, parts)}
         if self.raw is not self.whole and self.by_package:
             raise ModelError(
                 f"{self.path} is multimodal and quantised by {self.method}, which is read of "
@@ -158,10 +147,10 @@ class SafetensorsFolder:
         if self.packing is None:
             return Storage(quantization=self.method)
         found = [KeptLayer()] * num_layers
-        for name in self.packing.matrices(self._all):
+        for name in self.packing.matrices(self.present):
             layer = LAYER.search(name)
             if layer is not None and int(layer[1]) < num_layers:
-                found[int(layer[1])] += self.packing.kept_layer(name, self._all)
+                found[int(layer[1])] += self.packing.kept_layer(name, self.present)
         return Storage(
             dequantized_from=self.method,
             kept_layers=tuple(found),
@@ -308,23 +297,6 @@ def is_whole(folder: Path) -> bool:
         return all(os.path.isfile(file) for file in SafetensorsFolder(folder).weight_files())
     except ModelError:
         return False
-
-
-@contextmanager
-def view(path: Path, parts: Collection[str]) -> Iterator[Path]:
-    """A folder in which Transformers finds the tensors of these parts, which are here, alone: it
-    would open files of others, which may be missing."""
-    shard_of = read_index(path)
-    if shard_of is None:
-        yield path
-        return
-    names = needed(shard_of, parts)
-    with tempfile.TemporaryDirectory(prefix="pipespec-view-") as folder:
-        for file in {shard_of[name] for name in names}:
-            os.symlink(path.absolute() / file, os.path.join(folder, file))
-        index = {"metadata": {}, "weight_map": {name: shard_of[name] for name in names}}
-        (Path(folder) / INDEX).write_text(json.dumps(index))
-        yield Path(folder)
 
 
 # --- the config of Transformers ---------------------------------------------------------------

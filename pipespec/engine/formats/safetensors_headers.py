@@ -1,5 +1,4 @@
-"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights. The
-headers of files that are not here are those of other layers, or what config.json implies.
+"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights.
 
 Of a multimodal checkpoint only the text part is there, by its names (`architectures`).
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from pipespec.engine.formats.architectures import text_names
-from pipespec.engine.formats.slice_tensors import (
-    EMBEDDING_NAME,
-    LAYER,
-    OUTPUT_HEADS,
-    UNUSED,
-    part_of,
-)
 from pipespec.errors import ModelError
 from pipespec.system import validation
 from pipespec.system.validation import Missing, Unreadable, parse_json, reason, shown
@@ -35,13 +26,6 @@ CONFIG = "config.json"
 _MAX_HEADER = 100_000_000
 # Bytes of a number of the types of plain weights.
 ITEM = {"F32": 4, "BF16": 2, "F16": 2}
-# Types whose queries come with as many numbers of a gate.
-_GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-# Types whose layers differ in the number or size of their heads, or that ignore `head_dim`.
-_HEADS_VARY = (
-    *("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash"),
-    "stablelm",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +46,8 @@ class Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The header of every tensor in the files that a checkpoint folder holds; its index may name
-    others. Raises ModelError."""
+    """The header of every tensor of the text part of a checkpoint folder, by its name in it. Raises
+    ModelError."""
     shard_of = stored_index(path)
     if shard_of is None:
         if not os.path.isfile(path / WEIGHTS):
@@ -76,36 +60,24 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"{path} holds no {WEIGHTS}; only safetensors checkpoints can be loaded, so "
                 "convert it with save_pretrained"
             )
-        return _text_part(_header(path / WEIGHTS))
-    files = [path / name for name in sorted(set(shard_of.values())) if os.path.isfile(path / name)]
-    if not files:
+        held = _header(path / WEIGHTS)
+        return {name: held[stored] for stored, name in text_names(held).items()}
+    renamed = text_names(shard_of)
+    files = sorted({shard_of[stored] for stored in renamed})
+    if absent := [name for name in files if not os.path.isfile(path / name)]:
         raise ModelError(
-            f"{path} holds none of the files that its {INDEX} names, such as "
-            f"{min(shard_of.values(), default='any')}; put there those that hold its layers"
+            f"{path} lacks {len(absent)} of the {len(files)} files that its {INDEX} names, for "
+            f"example {absent[0]}; put there all of them"
         )
-    found: dict[str, Tensor] = {}
+    found = {}
     for file in files:
-        held = _header(file)
-        for name in held:
-            if path / shard_of.get(name, file.name) not in files:
-                raise ModelError(
-                    f"{path / INDEX} names {shard_of[name]} as the file of {shown(name)}, which is "
-                    f"in {file.name}; fetch the index again"
-                )
-        found |= held
-    absent = {name for name, shard in shard_of.items() if path / shard in files} - found.keys()
-    if absent:
+        found |= _header(path / file)
+    if lost := renamed.keys() - found.keys():
         raise ModelError(
-            f"{path / INDEX} names {len(absent)} tensors that no shard holds, for example "
-            f"{min(absent)}; fetch the checkpoint again"
+            f"{path / INDEX} names {len(lost)} tensors that no shard holds, for example "
+            f"{min(lost)}; fetch the checkpoint again"
         )
-    return _text_part(found, shard_of)
-
-
-def _text_part(held: Mapping[str, Tensor], others: Iterable[str] = ()) -> dict[str, Tensor]:
-    """The tensors of the text part, by their names in it; `others`: those of all files."""
-    renamed = text_names({*others, *held})
-    return {renamed[name]: each for name, each in held.items() if name in renamed}
+    return {name: found[stored] for stored, name in renamed.items()}
 
 
 def read_index(path: Path) -> dict[str, str] | None:
@@ -177,58 +149,6 @@ def _header(file: Path) -> dict[str, Tensor]:
         place = 8 + length + start, 8 + length + stop
         found[name] = Tensor(shape, stop - start, entry["dtype"], file, name, place)
     return found
-
-
-def absent_tensors(
-    path: Path, raw: Mapping[str, Any], present: Mapping[str, Tensor], dtype: str
-) -> dict[str, Tensor]:
-    """The headers of the tensors in files that a folder does not hold: they have the shapes of the
-    same tensors in the layers that are here, or, in `dtype`, those that config.json (`raw`)
-    implies. Raises ModelError if one of them cannot be known."""
-    shard_of = read_index(path) or {}
-    absent = [name for name in shard_of if name not in present and part_of(name) != UNUSED]
-    alike = {inner: each for name, each in present.items() if (inner := _inner(name)) != name}
-    found = {}
-    for name in absent:
-        tensor = alike.get(_inner(name)) or _by_config(raw, name, dtype)
-        if tensor is None:
-            raise ModelError(
-                f"{path} does not hold {shard_of[name]}, and the size of its {name} does not show "
-                "in the other files; put that file there too"
-            )
-        found[name] = tensor
-    return found
-
-
-def _inner(name: str) -> str:
-    found = LAYER.search(name)
-    return name if found is None else found[2]
-
-
-def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
-    """A tensor with the shape that config.json implies; None: it implies none."""
-
-    def size(field: str) -> int:
-        return value if type(value := raw.get(field)) is int else 0
-
-    hidden, inner, head_dim = map(size, ("hidden_size", "intermediate_size", "head_dim"))
-    if raw.get("model_type") in _HEADS_VARY or raw.get("qk_rope_head_dim") is not None:
-        head_dim = 0
-    queries = size("num_attention_heads") * head_dim
-    kv = size("num_key_value_heads") * head_dim
-    gated = raw.get("model_type") in _GATED_QUERIES
-    shape: tuple[int, ...] = {
-        "self_attn.q_proj.weight": (2 * queries if gated else queries, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }.get(_inner(name), (hidden,) if "norm" in name else ())
-    if EMBEDDING_NAME.search(name) or name.endswith(OUTPUT_HEADS):
-        shape = size("vocab_size"), hidden
-    return Tensor.of(shape, dtype) if shape and all(shape) else None
 
 
 def _corrupt(file: Path, why: str) -> ModelError:

@@ -76,18 +76,16 @@ def load(
         kinds = {name: each.kind for name, each in kept.items()}
         make = kept_weights.LayerMaker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
-        with source_of(files, parts, computed) as source:
-            model, loaded = build(
-                sliced_class(
-                    config, layers, partial(parallel.prepare, files.units(), source[1], keep)
-                ),
-                config,
-                source,
-                device,
-                dtype=computed,
-                attn_implementation=hook.NAME,
-                **loading_options(quantization, dtype),
-            )
+        source = source_of(files, parts, computed)
+        model, loaded = build(
+            sliced_class(config, layers, partial(parallel.prepare, files.units(), source[1], keep)),
+            config,
+            source,
+            device,
+            dtype=computed,
+            attn_implementation=hook.NAME,
+            **loading_options(quantization, dtype),
+        )
         if quantization is not None:
             kept_weights.fill(model, kept, device, quantization)
     require_all(path, loaded)

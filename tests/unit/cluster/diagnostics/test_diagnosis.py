@@ -260,31 +260,6 @@ def test_a_target_unlike_the_others(
     assert part in found.sentence
 
 
-SLICED = replace(MODEL, num_layers=4)
-
-
-def test_absent_files_of_other_hosts_layers_are_no_finding(tmp_path: Path) -> None:
-    hosts_file = make_hosts(tmp_path, draft="alpha/0", split=[3, 1])
-    missing = {"m-1": ["0", "1", "2", "embedding"], "m-2": ["3", "head"]}
-    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-1": missing["m-1"]}))
-    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
-    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-2": missing["m-2"]}))
-    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
-    assert (found.error, found.hosts) == (True, ("gamma",))
-    assert found.sentence == (
-        "The target /models/m on gamma lacks m-2, of its layers (layer 3 and head); copy the files "
-        "there, or give the host other layers with `split`."
-    )
-
-
-def test_a_tied_embedding_is_needed_by_the_last_stage(tmp_path: Path) -> None:
-    hosts_file = make_hosts(tmp_path, draft="alpha/0")
-    model = replace(SLICED, absent={"m-1": ["0", "1", "embedding"]})
-    assert diagnose(hosts_file, with_model("gamma", "target", model), ALL_LINKS) == []
-    hosts = with_model("gamma", "target", replace(model, tied=True))
-    assert "(embedding)" in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
-
-
 def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
     gone = Fingerprint("org/m", "is missing")
     hosts = with_model("gamma", "target", gone)
@@ -295,22 +270,10 @@ def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
         "The target org/m on gamma is missing; the host gets what it computes when the cluster "
         "starts, or by `pipespec cache fetch`."
     )
-    absent = replace(SLICED, absent={"m-2": ["2", "3", "head"]})
-    found = only(diagnose(own, with_model("gamma", "target", absent), ALL_LINKS, ["target"]))
-    assert not found.error
-    assert "(layers 2 to 3 and head); the host gets what it computes when" in found.sentence
     # Not where the hosts file says that it is there.
     hosts = with_model("alpha", "target", replace(gone, folder="/models/m"))
     hosts_file = make_hosts(tmp_path, draft="gamma/0", of_alpha={"target": "/models/m"})
     assert only(diagnose(hosts_file, hosts, ALL_LINKS, ["target"])).error
-
-
-def test_a_draft_with_an_absent_file_is_incomplete(tmp_path: Path) -> None:
-    hosts_file = make_hosts(tmp_path, draft="alpha/0")
-    hosts = with_model("alpha", "draft", replace(SLICED, absent={"m-1": ["0"]}))
-    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
-    assert found.error
-    assert "lacks m-1, which the head computes (layer 0); copy the files there." in found.sentence
 
 
 def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) -> None:

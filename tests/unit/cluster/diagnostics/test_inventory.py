@@ -89,17 +89,11 @@ def test_missing_files_are_named(gone: str, problem: str, sharded: Path, tmp_pat
     assert found.startswith(problem)
 
 
-def test_absent_files_and_their_parts_are_listed(sharded: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_named(sharded: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(sharded, tmp_path / "copy")
-    gone = min(copy.glob("*-of-*.safetensors"))
+    gone = max(copy.glob("*-of-*.safetensors"))
     gone.unlink()
-    found = fingerprint(str(copy))
-    assert found.problem is None
-    assert found.absent.keys() == {gone.name}
-    assert "embedding" in found.absent[gone.name]
-    assert (found.num_layers, found.tied) == (4, False)
-    assert found.shards is not None and gone.name not in found.shards
-    assert fingerprint(str(sharded)).absent == {}
+    assert fingerprint(str(copy)).problem == f"holds no {gone.name}"
 
 
 def test_an_index_that_cannot_be_read(sharded: Path, tmp_path: Path) -> None:

@@ -340,9 +340,7 @@ def test_shards_that_lack_tensors_are_refused(sharded):
     edit(sharded, INDEX, weight_map=shards)
     shard = min(sharded.glob("*.safetensors"))
     shard.unlink()
-    assert inspect(sharded)  # another host may have it
-    with pytest.raises(ModelError, match=rf"lacks embedding \(in {shard.name}\)"):
-        ModelSlice.load(sharded, range(1), num_slots=1)
+    refused(sharded, rf"lacks 1 of the \d+ files that its .* for example {shard.name}; put there")
 
 
 def test_a_multimodal_checkpoint_that_another_library_quantised_is_refused(tmp_path):
