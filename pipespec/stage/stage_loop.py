@@ -173,7 +173,6 @@ class StageLoop:
                     **since,
                     "period": {name: now[name] for name in PERIOD} | elapsed,
                     "attention": self.settings.attention,
-                    "experts": self.runner.model.experts.points(),
                     "times": pack(self._times.measured()),
                     "events": list(self.timeline.events),
                 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.timing.batch_times import mean_by_size, unpack
+from pipespec.timing.batch_times import unpack
 
 Report = dict[str, Any]
 # Counts of a stage since it last had no request, which it reports beside those of a request.
@@ -21,7 +21,7 @@ def empty_report(rank: int) -> Report:
     if rank:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
         period = dict.fromkeys(PERIOD, 0)
-        common = {"control_ns": 0, "events": [], "period": period, "attention": None, "experts": []}
+        common = {"control_ns": 0, "events": [], "period": period, "attention": None}
         return {"rank": rank, "times": "", **common, **counts}
     return {
         "rank": 0,
@@ -52,8 +52,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     `stage_busy` is the share of the request's time in which each stage computed.
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
-    `experts_read` says for mixtures how many experts of a layer batches chose, by their rows, since
-    the stages were loaded. `stage_times` are the latest of each stage (`BatchTimes`), and
+    `stage_times` are the latest of each stage (`BatchTimes`), and
     `round_times` those of the draft by the nodes that a round expanded; `overlap` says whether it
     drafted while the stages computed.
     """
@@ -91,7 +90,6 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
         "attention": [stage["attention"] for stage in stages],
-        "experts_read": mean_by_size(point for stage in stages for point in stage["experts"]),
         "stage_times": [unpack(stage["times"])._asdict() for stage in stages],
         "round_times": unpack(head["times"]).points,
         "overlap": head["overlap"],

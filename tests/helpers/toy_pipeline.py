@@ -17,7 +17,6 @@ from pipespec.controller.task_graph import Task
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.slice.whole_slice import WholeSlice
@@ -46,7 +45,6 @@ class ToyModel:
     def __init__(self, num_slots: int):
         self.stored = np.zeros(num_slots, np.int64)
         self.rows = 0
-        self.experts = ExpertCounts(torch.nn.Module())
         self.recurrent = RecurrentLayers([], num_slots)
 
     def forward(

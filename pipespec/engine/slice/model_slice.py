@@ -24,7 +24,6 @@ from pipespec.engine.formats.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.graphs.ggml_graph import SliceGraph, use_ggml
 from pipespec.engine.graphs.graphs import Compute, SliceGraphs
 from pipespec.engine.low_bit import cpu_products
-from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.low_bit.experts import make_experts_batch_invariant
 from pipespec.engine.low_bit.kept_linear import make_batch_invariant
 from pipespec.engine.low_bit.kept_weights import weight_bytes
@@ -99,7 +98,6 @@ class ModelSlice:
         if self.batch_invariant:
             make_batch_invariant(nn.ModuleList((self.base, model)))
             make_experts_batch_invariant(self.base)
-        self.experts = ExpertCounts(self.base)
         self.graphs = SliceGraphs()
         self.compiled: Compute | None = None
         self.of_ggml: SliceGraph | None = None
@@ -233,8 +231,7 @@ class ModelSlice:
             inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
             if self.compiled is not None:
                 return self.compiled(inputs, positions)
-            with self.experts.sampled(len(positions)):
-                return self.compute(inputs, positions)
+            return self.compute(inputs, positions)
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """The part of `forward` that can be compiled or captured; the backend has the plan."""

@@ -80,12 +80,10 @@ def test_statistics_of_a_request():
     }
     stage = {
         "busy_ns": 30 * ms, "elapsed_ns": 60 * ms, "dropped": 4, "overruns": 1,
-        "control_ns": 18 * ms, "attention": "triton", "experts": [(1, 8.0), (3, 20.0)],
+        "control_ns": 18 * ms, "attention": "triton",
         "times": "1:5.25,16:8;0.001;350",
     }  # fmt: skip
-    other = stage | {"rank": 2, "experts": [(4, 24.0)]}
     stats = summarise(0, [stage | {"rank": 1}, head])
-    assert summarise(0, [stage | {"rank": 1}, other, head])["experts_read"] == [(1, 8), (3.5, 22)]
     documented = {
         name for group in glossary().values() for _, _, names, _ in group for name in names
     }
@@ -122,7 +120,7 @@ def test_a_request_of_one_token_has_no_rates():
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip
     stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 4, "dropped": 0, "overruns": 0, "control_ns": 0}
-    stage |= {"attention": "sdpa", "experts": [], "times": ""}
+    stage |= {"attention": "sdpa", "times": ""}
     stats = summarise(0, [head, stage])
     assert stats["tokens_per_step"] is None
     assert stats["tbt_ms"] == {"mean": None, "p50": None, "p99": None}

@@ -47,7 +47,6 @@ const GLOSSARY = {
     ["stage times", "Of each stage: milliseconds by the rows of a batch (`points`), what each KV slot that it reads adds, and how many a batch reads; averages of the latest batches.", ["stage_times"], []],
     ["round times", "Milliseconds of a draft round by the nodes that it expanded.", ["round_times"], []],
     ["overlap", "Whether the draft worked while the stages computed (`proposer.overlap`).", ["overlap"], []],
-    ["experts read", "For mixtures of experts: rows of batches, and how many experts of a layer these rows chose, from one of 16 batches since the stages were loaded.", ["experts_read"], []],
     ["attention", "The attention backend of each stage.", ["attention"], ["rank_info"]],
   ],
   "Requests and memory": [

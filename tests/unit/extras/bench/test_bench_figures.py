@@ -161,7 +161,7 @@ def reports() -> list[dict[str, Any]]:
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
     times = "1:4,8:12;0.02;100"
-    return [head, {"rank": 1, "attention": "sdpa", "experts": [], "times": times} | stage]
+    return [head, {"rank": 1, "attention": "sdpa", "times": times} | stage]
 
 
 def served(*settings: str) -> ModelInfo:

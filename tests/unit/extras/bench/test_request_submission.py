@@ -70,7 +70,7 @@ class StoryClient:
         period = dict.fromkeys(PERIOD, 1)
         stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 2, "dropped": 0, "overruns": 0}
         none = {"control_ns": 0, "events": [], "times": ""}
-        stage |= {"attention": "sdpa", "experts": []}
+        stage |= {"attention": "sdpa"}
         return [head | none, stage | none | {"period": period}]
 
 
