@@ -205,13 +205,9 @@ def multiplied(weights: compute.Matrix, x: Tensor) -> Tensor:
 
 
 class GgmlLinear(KeptLinear):
-    """A linear layer that ggml multiplies.
-
-    Row i of the layer is row `order[i]` of `weights`; None: they are in order.
-    """
+    """A linear layer that ggml multiplies."""
 
     weights: compute.Matrix
-    order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -223,12 +219,10 @@ class GgmlLinear(KeptLinear):
         found = as_ggml(weights)
         ggml, rows = _stored(found)
         self.weights = compute.laid_out(ggml, found.kind, rows, found.shape)
-        self.order = found.order
         leave_to_file(rows)
 
     def product(self, x: Tensor) -> Tensor:
-        y = multiplied(self.weights, x)
-        return y if self.order is None else y.index_select(-1, self.order)
+        return multiplied(self.weights, x)
 
 
 class GgmlEmbedding(nn.Module):
@@ -259,7 +253,6 @@ class GgmlEmbedding(nn.Module):
 
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
         assert device.type == "cpu"
-        assert weights.order is None, "no file permutes its embedding"
         require_shape(self, weights.shape)
         ggml, rows = _stored(weights)
         self.weights = matrix(ggml, weights.kind, rows, weights.shape)
