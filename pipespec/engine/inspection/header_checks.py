@@ -34,9 +34,11 @@ _NOT_NEGATIVE = (
     *("_per_tok", "_softcapping", "sliding_window"),
 )
 _POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "partial_rotary_factor")
-# Fields that describe a rotary embedding; suffixes of positive numbers in them, with the largest.
+# Fields that describe a rotary embedding, suffixes of positive numbers in them with the largest,
+# and what are lists of such numbers.
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_MOST = {"factor": 10_000, "_max_position_embeddings": MAX_COUNT}
+_ROPE_LISTS = ("short_factor", "long_factor")
 _DEEPEST = 8
 _HUGE = 1e300  # products of larger numbers are infinite
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
@@ -74,10 +76,27 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
             wanted = "at most 1"
         if wanted is not None:
             yield f"{name} is {shown(value)}, but must be {wanted}"
+    yield from _rope_faults(raw)
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"
         yield f"num_attention_heads is {shown(heads)}, but must be {multiple}"
+
+
+def _rope_faults(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What is no number in the parameters of rotary embeddings, or of types of layers."""
+    ropes = {name: raw[name] for name in _ROPE if isinstance(raw.get(name), dict)}
+    inner = {f"{n}.{key}": of for n, rope in ropes.items() for key, of in rope.items()}
+    ropes |= {name: rope for name, rope in inner.items() if isinstance(rope, dict)}
+    for name, rope in ropes.items():
+        lists = [each for key in _ROPE_LISTS if isinstance(each := rope.get(key), list)]
+        for key, value in rope.items():
+            numbers = value if value in lists else [value]
+            wrong = value is not None and any(type(each) not in (int, float) for each in numbers)
+            if wrong and _rope_most(key) is not None:
+                yield f"{name}.{key} is {shown(value)}, but must be a number"
+        if len({len(each) for each in lists}) > 1:
+            yield f"{name} must have as many numbers in long_factor as in short_factor"
 
 
 def _rope_most(name: str) -> int | None:
