@@ -19,11 +19,7 @@ from pipespec.client.chat_template import (
     with_end,
 )
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import (
-    BackendTokenizer,
-    ChatTokenizer,
-    compare_vocabularies,
-)
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, compare_vocabularies
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.validation import is_whole, reason
@@ -41,15 +37,14 @@ if TYPE_CHECKING:  # `pipespec status` can do without
 class ModelInfo:
     """The model of a cluster, as its users see it: its folder or hub id where the cluster was
     started, the rows of its embedding, tokens of prompt and answer at most, and tokens that end a
-    text. `backend` is its tokenizer; None: Transformers must read `target` on the machine that
-    asks. Everything takes `time_scale` times longer than is reported; `synthetic`: draft tokens are
+    text. Everything takes `time_scale` times longer than is reported; `synthetic`: draft tokens are
     made from the answer."""
 
     target: str
     vocab_size: int
     context: int
     eos: tuple[int, ...]
-    backend: BackendTokenizer | None = field(repr=False)
+    tokenizer: BackendTokenizer = field(repr=False)
     time_scale: float | None = None
     synthetic: bool = False
 
@@ -65,17 +60,10 @@ class ModelInfo:
             vocab_size=deployment.target.vocab_size,
             context=deployment.context,
             eos=deployment.target.eos,
-            backend=found if isinstance(found, BackendTokenizer) else None,
+            tokenizer=found,
             time_scale=deployment.config.time_scale,
             synthetic=deployment.config.proposer.synthetic,
         )
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """Raises ModelError if this machine has not the model that it must be read from."""
-        if self.backend is not None:
-            return self.backend
-        return tokenizer.load(Path(self.target))
 
     def grammars(self) -> Grammars:
         """What compiles grammars for its tokens, to see that they can be followed."""

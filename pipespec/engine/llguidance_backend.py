@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher, unpack_mask
 from pipespec.system import heap
@@ -157,7 +157,9 @@ class Grammars:
     """Compiles grammars for the tokens of one model, in a thread of its own; `masks` follows texts
     in another. What answers share is compiled once."""
 
-    def __init__(self, tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos: Sequence[int]):
+    def __init__(
+        self, tokenizer: Callable[[], BackendTokenizer], vocab_size: int, eos: Sequence[int]
+    ):
         """`tokenizer` loads the model's; `vocab_size`: for how many token ids it has logits; `eos`:
         those that end a text."""
         self._load, self._vocab_size, self._eos = tokenizer, vocab_size, (*eos,)
@@ -214,8 +216,6 @@ class Grammars:
     @cached_property
     def _tokens(self) -> Any:
         tokenizer = self._load()
-        if not isinstance(tokenizer, BackendTokenizer):
-            raise GrammarFailed("the model's tokenizer has no backend of the package tokenizers")
         if not self._eos:
             raise GrammarFailed("the model names no token that ends a text")
         try:

@@ -266,14 +266,13 @@ class OpenAIServing:
     async def tokenizer_info(self) -> TokenizerInfo:
         """The vocabulary, special tokens and chat template of the model."""
         served = self.client.served
-        backend = served.backend
         return TokenizerInfo(
             vocab_size=served.vocab_size,
             model_max_length=served.context,
             eos_token_ids=list(served.eos),
             eos_tokens=[token_text(served.tokenizer, token) for token in served.eos],
             chat_template=served.chat_template(),
-            special_tokens=dict(backend.special_tokens) if backend else {},
+            special_tokens=dict(served.tokenizer.special_tokens),
         )
 
     # --- monitoring ---------------------------------------------------------------------------

@@ -33,12 +33,11 @@ MISTRAL = TEMPLATE.replace("BEGIN", "[TOOL_CALLS]")
 
 def calling(served: ModelInfo, template: str, *special: str) -> ModelInfo:
     """The model with another chat template, special tokens more, and a context for both."""
-    assert served.backend is not None
-    tokenizer = Tokenizer.from_str(served.backend.backend)
-    tokenizer.add_special_tokens(list(special))
-    backend = BackendTokenizer(tokenizer.to_str(), template, served.backend.special_tokens)
+    backend = Tokenizer.from_str(served.tokenizer.backend)
+    backend.add_special_tokens(list(special))
+    tokenizer = BackendTokenizer(backend.to_str(), template, served.tokenizer.special_tokens)
     return replace(
-        served, vocab_size=served.vocab_size + len(special), context=2000, backend=backend
+        served, vocab_size=served.vocab_size + len(special), context=2000, tokenizer=tokenizer
     )
 
 

@@ -427,20 +427,6 @@ def test_a_rank_says_what_it_holds_and_what_is_expanded(packed):
 # --- FP8 ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [96, 127])
-def test_every_code_is_read_as_pytorch_reads_it(dtype, width):
-    """In float16 by its operations, else by compiled code; of blocks, and of one for each row."""
-    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
-    codes = torch.tensor([numbers[:127], numbers[127:]]).to(torch.uint8)
-    scales = torch.tensor([[1.0, 0.5], [0.25, 3.0]])[:, : -(-127 // width)]
-    weights = Fp8Weights(codes.view(torch.float8_e4m3fn), scales, 1, width)
-    layer = DequantisedLinear("it", 2, 127)
-    layer.fill(weights, torch.device("cpu"))
-    found = layer(torch.eye(127, dtype=dtype)).T
-    torch.testing.assert_close(found, weights.dense().to(dtype), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("height", [1, 48, 160])
 def test_rows_of_a_matrix_are_those_of_the_whole(height):
     """Wherever its blocks end."""

@@ -12,10 +12,11 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.client.sync_client import PATIENCE_S, attach
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.log_records import Event
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from tools.rig.asker import Asker
 
 # A model of which nothing but its context matters.
-ANY_MODEL = ModelInfo("any", vocab_size=1 << 20, context=1 << 20, eos=(), backend=None)
+ANY_MODEL = ModelInfo("any", 1 << 20, context=1 << 20, eos=(), tokenizer=BackendTokenizer(""))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Transformers builds a tokenizer of the package `tokenizers` from a model's files. It is cached in
 the user's cache folder and in the registry entry of a running cluster, which saves clients some
-seconds of imports. A tokenizer without such a backend is loaded by Transformers every time."""
+seconds of imports. A tokenizer without such a backend is refused."""
 
 from __future__ import annotations
 
@@ -13,37 +13,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
 from pipespec.errors import ModelError
 from pipespec.system import heap
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason
-from pipespec.text import Tokenizer
 
 # How many differing tokens an error message shows.
 NUM_SHOWN = 3
-
-
-class ChatTokenizer(Tokenizer, Protocol):
-    """The methods of a Hugging Face tokenizer that we use, those for chats included."""
-
-    @property
-    def chat_template(self) -> str | Mapping[str, str] | None: ...
-
-    def get_vocab(self) -> Mapping[str, int]: ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        chat_template: str,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        tokenize: bool = False,
-        **variables: Any,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +97,7 @@ class BackendTokenizer:
         )
 
 
-def load(path: Path) -> ChatTokenizer:
+def load(path: Path) -> BackendTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
     files = open_files(path)
     try:
@@ -131,36 +110,29 @@ def load(path: Path) -> ChatTokenizer:
         }
     except Unreadable as error:
         raise files.tokenizer_refused(str(error)) from None
-    found = cached_call("tokenizers", BackendTokenizer, depends, _backend, files)
-    return found if found.backend else _checked(files)
+    return cached_call("tokenizers", BackendTokenizer, depends, _read, files)
 
 
-def _backend(files: StoredFiles) -> BackendTokenizer:
-    """The tokenizer, without text if it has no backend. Raises ModelError."""
-    tokenizer = _checked(files)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return BackendTokenizer("")
-    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-    return BackendTokenizer(backend.to_str(), tokenizer.chat_template, special)
-
-
-def _checked(files: StoredFiles) -> Any:
+def _read(files: StoredFiles) -> BackendTokenizer:
     """The tokenizer, which has tokens that are not special. Raises ModelError."""
     try:
         tokenizer = files.tokenizer()
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
         raise files.tokenizer_refused(reason(error, named=False)) from None
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not set(backend.get_vocab()) - set(map(str, tokenizer.special_tokens_map.values())):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        why = f"{type(tokenizer).__name__} is none of the package tokenizers"
+        raise files.tokenizer_refused(why)
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    if not set(backend.get_vocab()) - {*special.values()}:
         raise files.tokenizer_refused("it has no tokens")
-    return tokenizer
+    return BackendTokenizer(backend.to_str(), tokenizer.chat_template, special)
 
 
-def compare_vocabularies(target: ChatTokenizer, draft: ChatTokenizer) -> None:
+def compare_vocabularies(target: BackendTokenizer, draft: BackendTokenizer) -> None:
     """Raise ModelError, with the number of tokens that differ and some of them, unless both
     tokenizers give every token the same id. The embeddings may have other numbers of rows."""
-    if isinstance(draft, BackendTokenizer) and draft.backend == getattr(target, "backend", None):
+    if draft.backend == target.backend:
         return  # most drafts have the very tokenizer, which is not read twice
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:

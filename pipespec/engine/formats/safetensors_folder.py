@@ -215,7 +215,9 @@ class SafetensorsFolder:
         anything."""
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(
+            self.path, local_files_only=True, mistral_format=False
+        )
         # By its usual name if there are several.
         files = sorted(self.path.glob("*.model"), key=lambda file: file.name != "tokenizer.model")
         made = any((self.path / name).is_file() for name in MADE_FILES)

@@ -249,7 +249,7 @@ def wrong_model(**changes: object) -> str:
         ("{", "it is not JSON"),
         ("[]", "it must be a JSON object of name, url"),
         (wrong_model(eos=3), r"served\.eos is 3, but must be a list"),
-        (wrong_model(backend={}), "served.backend must be"),
+        (wrong_model(tokenizer={}), "served.tokenizer must be"),
         (wrong(owner={"pid": 1}), "owner must be a JSON object of pid, created, machine"),
         (wrong(started=10**400), "started is 1000"),
         (wrong(overrides=...), "it must be a JSON object of name, url"),

@@ -37,8 +37,7 @@ def served(demo: ModelInfo) -> ModelInfo:
 
 
 def test_slow_template_is_refused_and_delays_no_other_request(served: ModelInfo) -> None:
-    assert served.backend is not None
-    slow = replace(served, backend=replace(served.backend, chat_template=LOOPS))
+    slow = replace(served, tokenizer=replace(served.tokenizer, chat_template=LOOPS))
 
     async def story(pool: PreparationPool) -> None:
         asked: list[Future[Preparer]] = [Future(), Future()]

@@ -122,12 +122,11 @@ def test_each_prompt_has_a_fresh_seed(running: RunningCluster) -> None:
 def test_prompt_begins_with_the_special_token_unless_it_is_declined(
     running: RunningCluster,
 ) -> None:
-    backend = running.served.backend
-    assert backend is not None
+    backend = running.served.tokenizer
     tokenizer = Tokenizer.from_str(backend.backend)
     first = tokenizer.id_to_token(7)
     tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 7)])
-    served = replace(running.served, backend=replace(backend, backend=tokenizer.to_str()))
+    served = replace(running.served, tokenizer=replace(backend, backend=tokenizer.to_str()))
     beginning = replace(running, served=served)
     plain = completion(running, prompt="Once").prompts
     assert completion(beginning, prompt="Once").prompts == ((7, *plain[0]),)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.server.api_errors import ApiError
-from pipespec.server.chat_prompt import render_chat
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
@@ -54,8 +51,7 @@ def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
 
 
 def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:
-    backend = running.served.backend
-    assert backend is not None
+    backend = running.served.tokenizer
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(backend.backend), chat_template=HERMES
     )
@@ -72,17 +68,6 @@ def test_chat_template_gets_the_same_input_as_from_transformers(running: Running
     for tools in ([WEATHER], [strict]):
         ask = chat(running, tools=tools)
         assert running.served.tokenizer.decode(ask.prompts[0]) == expected
-
-
-def test_tokenizer_without_backend_renders_tools_too(tmp_path: Path) -> None:
-    theirs = ByT5Tokenizer(chat_template=HERMES)
-    theirs.save_pretrained(tmp_path)
-    served = ModelInfo(str(tmp_path), len(theirs), 2000, (1,), None)
-    assert not isinstance(served.tokenizer, BackendTokenizer)
-    asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
-    assert render_chat(served, asked, asked.tools or ()) == (
-        theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
-    )
 
 
 def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningCluster) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, compare_vocabularies
@@ -127,6 +127,12 @@ def test_a_tokenizer_without_tokens(model: Path) -> None:
     content["added_tokens"] = []
     (model / "tokenizer.json").write_text(json.dumps(content))
     assert "it has no tokens" in refusal(model)
+
+
+def test_a_tokenizer_that_is_none_of_the_package_tokenizers_is_refused(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").touch()
+    assert "ByT5Tokenizer is none of the package tokenizers" in refusal(tmp_path)
 
 
 # --- target and draft -------------------------------------------------------------------------

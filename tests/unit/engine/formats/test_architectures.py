@@ -125,8 +125,3 @@ def test_the_type_of_the_text_part_is_that_of_any_multimodal_model() -> None:
 def test_names_of_the_text_part_lose_their_prefix(stored: str, name: str | None) -> None:
     embedding = "model.language_model.embed_tokens.weight"
     assert text_names([embedding, stored]).get(stored) == name
-
-
-def test_names_without_prefixes_stay_as_they_are() -> None:
-    names = ["layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight", "fc.weight"]
-    assert text_names(names) == {name: name for name in names}
