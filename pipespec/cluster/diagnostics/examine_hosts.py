@@ -157,11 +157,11 @@ class Examination(ExitStack):
             self.seen[name].failure = f"{str(error).rstrip('.')}."
 
     def comes_from_another_host(self, part: str, name: str) -> bool:
-        """Whether this machine lacks a model that one of the hosts has whole."""
+        """Whether this machine lacks a model that one of the hosts has."""
         inventories = [seen.inventory for seen in self.seen.values() if seen.inventory is not None]
         found = [each.models[part] for each in inventories if part in each.models]
-        whole = any(each.problem is None for each in found)
-        return whole and not os.path.lexists(home_expanded(name))
+        there = any(each.problem is None for each in found)
+        return there and not os.path.lexists(home_expanded(name))
 
     def start(self, name: str) -> None:
         with self._starting:

@@ -60,13 +60,10 @@ def model_findings(
         nowhere = not usable and not hosts_file.by_hand
         needed = part == "target" or hosts_file.draft is not None or nowhere
         for name, model in found.items():
-            if name in usable:
-                continue
-            comes = part in fetchable and getattr(hosts_file.host(name), part) is None
-            comes = comes and model.problem == "is missing"
-            if needed or not comes:
-                sentence = _lacking(part, name, model, comes=comes)
-                yield Finding(needed and not comes, (name,), sentence)
+            fetched = part in fetchable and getattr(hosts_file.host(name), part) is None
+            comes = fetched and model.problem == "is missing"
+            if name not in usable and not (comes and not needed):
+                yield Finding(needed and not comes, (name,), _lacking(part, name, model, comes))
         yield from _different(part, usable)
 
 
@@ -97,7 +94,7 @@ def _different(part: str, usable: Mapping[str, Fingerprint]) -> Iterator[Finding
         )
 
 
-def _lacking(part: str, name: str, model: Fingerprint, *, comes: bool) -> str:
+def _lacking(part: str, name: str, model: Fingerprint, comes: bool) -> str:
     if comes:
         return f"The {part} {model.folder} on {name} {model.problem}; {COMES}."
     hub = model.folder.count("/") == 1 and model.folder[0] not in "/~."

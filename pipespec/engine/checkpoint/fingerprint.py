@@ -35,8 +35,8 @@ class Fingerprint:
     """A checkpoint on a host.
 
     `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
-    hashes of those files; `shards` has the sizes of the weight files by their names, which in the
-    parts cache are those of whole files. `index` is None where a single file holds all weights.
+    hashes of those files; `shards` has the sizes of the weight files by their names. `index` is
+    None where a single file holds all weights.
     """
 
     folder: str
