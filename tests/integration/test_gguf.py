@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
-from pipespec.cluster.deployment.checks import expanded
 from pipespec.config.choices import options
 from pipespec.core import COMMITTED, Batch
 from pipespec.engine.attention.attention_plan import causal_plan
@@ -345,20 +344,6 @@ def test_a_text_is_the_same_to_the_bit_in_any_chunks_of_its_prompt_and_answer(fi
     expected = hidden([prompt] + [1] * (num_tokens - prompt), 1)
     assert torch.equal(hidden(chunks, 1), expected)
     assert torch.equal(hidden(chunks, 3), expected)
-
-
-def test_blocks_of_several_types_stay(tmp_path):
-    """As llama.cpp's Q4_K_M has them."""
-    source = build("llama", tmp_path / "source", **WIDE)
-    path = write(
-        source,
-        tmp_path / "mixed.gguf",
-        "llama",
-        lambda name: Type.Q6_K if "down_proj" in name else Type.Q4_K,
-    )
-    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
-    assert model.num_weight_bytes <= inspect(path).loaded("bfloat16", GGUF).layers[1]
-    assert expanded(cluster.make_deployment(path, path)) is None
 
 
 @pytest.mark.parametrize(

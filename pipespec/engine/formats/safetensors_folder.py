@@ -27,7 +27,6 @@ from pipespec.engine.formats.safetensors_headers import (
     CONFIG,
     WEIGHTS,
     Tensor,
-    read_index,
     read_json,
     read_tensors,
     stored_index,
@@ -162,8 +161,9 @@ class SafetensorsFolder:
 
     def weight_files(self) -> tuple[Path, ...]:
         """All that hold tensors, whether they are here or not."""
-        shard_of = read_index(self.path)
-        names = {WEIGHTS} if shard_of is None else set(shard_of.values())
+        shard_of, names = stored_index(self.path), {WEIGHTS}
+        if shard_of is not None:
+            names = {shard_of[in_file] for in_file in text_names(shard_of)}
         return tuple(self.path / name for name in sorted(names))
 
     def names_by_file(self, parts: Collection[str]) -> dict[Path, dict[str, str]]:

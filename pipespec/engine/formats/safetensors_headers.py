@@ -80,17 +80,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: found[stored] for stored, name in renamed.items()}
 
 
-def read_index(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index of a folder; None: all tensors are in one file, which
-    goes before an index, as in Transformers. Raises ModelError."""
-    shard_of = stored_index(path)
-    if shard_of is None:
-        return None
-    return {name: shard_of[stored] for stored, name in text_names(shard_of).items()}
-
-
 def stored_index(path: Path) -> dict[str, str] | None:
-    """The same by the names in the files, and of all tensors. Raises ModelError."""
+    """The file of each tensor by the index of a folder, all by their names in the files; None: all
+    are in one file, which goes before an index, as in Transformers. Raises ModelError."""
     index = path / INDEX
     if os.path.isfile(path / WEIGHTS) or not os.path.isfile(index):
         return None
