@@ -3,7 +3,6 @@
     PipespecError
      ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
      │    ├── ModelError    the checkpoint cannot be used
-     │    │    └── PackedMatmulError    products of weights of few bits are wrong
      │    └── PromptError   the prompt cannot be used
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
@@ -55,14 +54,6 @@ class ConfigError(PipespecError, ValueError):
 
 class ModelError(ConfigError):
     """The model cannot be used."""
-
-
-class PackedMatmulError(ModelError):
-    """Products of weights of few bits are wrong on a device."""
-
-    def __init__(self, fault: str):
-        super().__init__(f"{fault}; set model.keep_quantized=no")
-        self.fault = fault
 
 
 class PromptError(ConfigError):

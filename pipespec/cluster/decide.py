@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
+from pipespec.cluster.deployment.checks import check_groups, require_attention
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
@@ -92,8 +92,6 @@ def decide(
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid))
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
     check_groups(found)
-    if config.model.keep_quantized == "yes":
-        require_kept(found)
     found = found.laid_out(placement)
     require_attention(found)
     return found

@@ -105,13 +105,6 @@ class Membership(RedisClient):
             for _, fields in found
         ]
 
-    def make_plain(self, reason: str) -> None:
-        """Have all later epochs dequantise four-bit weights."""
-        self._pipe.call("SET", self._keys.plain, reason)
-
-    def plain(self) -> bool:
-        return bool(self._pipe.call("EXISTS", self._keys.plain))
-
     def note_fault(self, epoch: int, reason: str) -> None:
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 

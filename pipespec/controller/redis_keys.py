@@ -39,7 +39,6 @@ class RedisKeys:
     suspicions = _named("suspicions")
     fault = _named("fault")  # which epoch ended last, and why
     probe = _named("probe")  # written to learn whether Redis writes
-    plain = _named("plain")  # why all ranks dequantise four-bit weights
     launcher = _named("launcher")  # the launcher's lease
     # The sums of the counts of all epochs that have ended, and the launcher's counts of faults
     # (hash).

@@ -13,7 +13,7 @@ from pipespec.limits import MAX_COUNT, MAX_ROWS
 from pipespec.settings import REQUIRED, check_settings, setting
 
 DTYPES = ("auto", *ITEM_BYTES)
-KEEP = ("auto", "yes", "no")
+KEEP = ("auto", "no")
 # The share of what a device has free that KV may take, by the kind of device: a GPU is there for
 # nothing else.
 KV_SHARE = {"cpu": 0.5, "cuda": 0.9}
@@ -78,8 +78,8 @@ class ModelConfig:
     keep_quantized: str = setting(
         "auto",
         "Whether weights of AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF checkpoints stay in "
-        "their few bits in memory; auto does so unless a device gets their products wrong; plain "
-        "weights take two to eight times the memory.",
+        "their few bits in memory; auto does so, no makes them plain, which takes two to eight "
+        "times the memory.",
         choices=KEEP,
         experimental=True,
     )

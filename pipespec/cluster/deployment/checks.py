@@ -51,14 +51,6 @@ def check_groups(deployment: Deployment) -> None:
         deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
 
 
-def require_kept(deployment: Deployment) -> None:
-    if not any(info.can_keep for _, info in deployment.models):
-        raise ConfigError(
-            f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
-            "stay in few bits; leave it out."
-        )
-
-
 def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
     model = deployment.config.model

@@ -96,11 +96,6 @@ class Deployment:
         wanted = getattr(model, quantization_of(self.name_of(info)))
         return info.weight_format(wanted, model.keep_quantized, self.dtype_of(info))
 
-    def made_plain(self) -> Deployment:
-        """The same with all weights of few bits dequantised."""
-        model = replace(self.config.model, keep_quantized="no")
-        return replace(self, config=replace(self.config, model=model))
-
     def laid_out(self, placement: Placement) -> Deployment:
         workers = placement.workers_by_rank
         return replace(

@@ -108,17 +108,6 @@ class Heartbeat:
         with suppress(Unreachable), Membership(self._url, self._namespace) as shared:
             shared.suspect(epoch, self._worker, reason)
 
-    def make_plain(self, epoch: int, reason: str) -> None:
-        """End an epoch and have all later ones dequantise the weights. Raises Unreachable."""
-        with Membership(self._url, self._namespace) as shared:
-            shared.make_plain(reason)
-            shared.suspect(epoch, self._worker, reason)
-
-    def plain(self) -> bool:
-        """Whether weights must be dequantised (`make_plain`). Raises Unreachable."""
-        with Membership(self._url, self._namespace) as shared:
-            return shared.plain()
-
     def _run(self) -> None:
         reached = time.monotonic()
         while not self._closed:

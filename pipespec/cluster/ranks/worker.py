@@ -36,7 +36,7 @@ from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.tensor_parallel.tp_member import follow_tp_leader, leading_tp_group
-from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
+from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import MOST_IN_FLIGHT
@@ -114,22 +114,14 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             try:
                 if mine.config.decode.form is not None and rank in (0, len(mine.layers)):
                     require_installed(f"{mine.config.decode.form} on this host")
-                plain = heartbeat.plain()
-                if plain:
-                    mine = mine.made_plain()
-                # The launcher has checked its own host, but for weights that were kept packed.
-                if not weights.loaded and (plain or not hosts[worker].local):
+                # The launcher has checked its own host.
+                if not weights.loaded and not hosts[worker].local:
                     memory.require_memory(mine, [rank], followers=False)
                 held = HeldRank(
                     mine, replace(where, epoch=number), rank, member, assignment, hosts, heartbeat
                 )
                 run_rank(held, weights, mid_weights)
                 return
-            except PackedMatmulError as error:
-                if here.config.model.keep_quantized == "yes":
-                    raise
-                log.info("epoch %d ended: %s", number, error.fault)
-                heartbeat.make_plain(number, f"{error.fault}; all weights are dequantised")
             except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
                 log.info("epoch %d ended: %s", number, error)
                 heartbeat.suspect(number, str(error))

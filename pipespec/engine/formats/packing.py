@@ -22,7 +22,7 @@ from pipespec.engine.formats.matrix_packing import (
 )
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.stored import WHOLE, Part, StoredTensors, Units, per
-from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.errors import ModelError
 from pipespec.system.validation import typed
 
 if TYPE_CHECKING:  # headers are read without them
@@ -100,8 +100,8 @@ class GroupedWeights:
     def blocks(self) -> BlockWeights:
         """The same in ggml's blocks of 32, with scales and offsets rounded to float16.
 
-        Raises ModelError as `int4` does, and PackedMatmulError if float16 does not hold a scale, or
-        codes are not around 128.
+        Raises ModelError as `int4` does, and if float16 does not hold a scale, or codes are not
+        around 128.
         """
         import torch
 
@@ -115,12 +115,12 @@ class GroupedWeights:
             stored = low | high << 4
         else:
             if bool((self.zeros != 128).any()):
-                raise PackedMatmulError("some groups of 8 bits have a zero point of their own")
+                raise ModelError("some groups of 8 bits have a zero point of their own")
             numbers, stored = scales.unsqueeze(-1), codes.view(out, -1, BLOCK) ^ 128
         halves = numbers.to(torch.float16)
         off = (halves.float() - numbers).abs() > HALF_ROUNDING * numbers.abs()
         if bool((off | ~halves.isfinite()).any()):
-            raise PackedMatmulError("float16 does not hold some scales of its groups")
+            raise ModelError("float16 does not hold some scales of its groups")
         of_block = halves.repeat_interleave(inputs // BLOCK // scales.shape[1], 1)
         factors = of_block.contiguous().view(torch.uint8).view(out, inputs // BLOCK, -1)
         return BlockWeights(torch.cat((factors, stored), -1).flatten(1), self.kind)

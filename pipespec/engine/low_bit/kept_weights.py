@@ -35,7 +35,7 @@ from pipespec.engine.low_bit.kept_linear import (
     Int4Linear,
     KeptLinear,
 )
-from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.errors import ModelError
 from pipespec.system import heap
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def fill(
     model: PreTrainedModel, weights: Mapping[str, KeptMatrix], device: torch.device, form: str
 ) -> None:
     """Read the weights of the layers that `replace` made, and test the first of each shape. Raises
-    ModelError, PackedMatmulError."""
+    ModelError."""
     tested, unpacked = set(), 0
     heap.release()
 
@@ -193,8 +193,6 @@ def fill(
             read = weights[module.source].read(module.part)
         try:
             module.fill(read, device)
-        except PackedMatmulError as error:
-            raise PackedMatmulError(f"{error.fault}, in {module.source}") from error
         except ModelError as error:
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
@@ -214,9 +212,9 @@ def fill(
             heap.release()  # what `fill` has freed
             wrong = self_test_error(module, read, device, model.dtype)
             if wrong is not None:
-                raise PackedMatmulError(
+                raise ModelError(
                     f"the product for weights in {KEPT_FORMATS[form]} failed its self-test on "
-                    f"{device}: in {module.source}, {wrong}"
+                    f"{device}: in {module.source}, {wrong}; {PLAIN}"
                 )
             tested.add(shape)
             unpacked = RELEASED
