@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path} lacks {len(absent)} of the {len(files)} files that its {INDEX} names, for "
             f"example {absent[0]}; put there all of them"
         )
-    found = {}
+    found: dict[str, Tensor] = {}
     for file in files:
         found |= _header(path / file)
     if lost := renamed.keys() - found.keys():
