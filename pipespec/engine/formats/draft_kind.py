@@ -18,22 +18,31 @@ from pipespec.limits import MAX_COUNT, MAX_PARALLEL, fault
 # which PARD (arXiv 2504.18583) was trained.
 PARALLEL_TOKENS = 8
 
+# What tells heads from models: fields of config.json, and parts of their names in lower case.
+_FIELDS = ("speculators_model_type", "dflash_config", "medusa_num_heads", "draft_vocab_size")
+_KINDS = ("eagle", "medusa", "mtp", "dflash")
 MASK_TOKEN, TOKENS = "pard_token", "pard_tokens"
 
 
 def refuse_draft_head(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError if config.json is that of a draft head."""
-    kind = _head(config)
-    if kind is not None:
-        raise _refused(path, kind)
+    """Raise ModelError if config.json is that of a draft head.
+
+    Recognised by the fields that the projects write, `speculators_model_type`
+    (vllm-project/speculators), `dflash_config` (z-lab/dflash), `medusa_num_heads`
+    (FasterDecoding/Medusa) and `draft_vocab_size` (EAGLE-3, SafeAILab/EAGLE), and by model types
+    and architectures as vLLM and SGLang name them. P-EAGLE has a `pard_token` but is a head too."""
+    named = config.get("architectures")
+    names = [config.get("model_type"), *(named if isinstance(named, list) else ())]
+    text = " ".join(map(str, names)).lower()
+    if any(field in config for field in _FIELDS) or any(kind in text for kind in _KINDS):
+        raise _refused(path)
 
 
 def refuse_eagle_head(path: Path, tensors: Collection[str]) -> None:
     """Raise ModelError if the tensors are those of an EAGLE head whose config.json looks like that
-    of a model: `fc` merges embeddings with the target's states; `midlayer` is EAGLE-3's."""
+    of a model: `fc` merges embeddings with the target's states."""
     if "fc.weight" in tensors:
-        eagle_3 = any(name.startswith("midlayer.") for name in tensors)
-        raise _refused(path, "an EAGLE-3 head" if eagle_3 else "an EAGLE head")
+        raise _refused(path)
 
 
 def parallel_draft(path: Path, config: Mapping[str, Any]) -> tuple[int | None, int]:
@@ -50,34 +59,10 @@ def parallel_draft(path: Path, config: Mapping[str, Any]) -> tuple[int | None, i
     return config[MASK_TOKEN], tokens
 
 
-def _head(config: Mapping[str, Any]) -> str | None:
-    """The kind of draft head that a config.json describes, in words; None: it is not a head.
-
-    Recognised by the fields that the projects write: `speculators_model_type`
-    (vllm-project/speculators), `dflash_config` (z-lab/dflash), `medusa_num_heads`
-    (FasterDecoding/Medusa), model types and architectures as vLLM and SGLang name them,
-    `draft_vocab_size` (EAGLE-3, SafeAILab/EAGLE). P-EAGLE has a `pard_token` but is a head too."""
-    model_type = str(config.get("model_type", "")).lower()
-    named = config.get("architectures")
-    names = " ".join(map(str, named)).lower() if isinstance(named, list) else ""
-    if "speculators_model_type" in config:
-        return f"a head of speculators ({config['speculators_model_type']!s:.40})"
-    if "dflash_config" in config or "dflash" in names:
-        return "a DFlash head"
-    if "medusa_num_heads" in config or model_type == "medusa" or "medusa" in names:
-        return "Medusa heads"
-    if model_type.endswith("_mtp") or "mtp" in names:
-        return "an MTP head"
-    if "eagle3" in names or "draft_vocab_size" in config:
-        return "an EAGLE-3 head"
-    if model_type.startswith("eagle") or "eagle" in names:
-        return "an EAGLE head"
-    return None
-
-
-def _refused(path: Path, kind: str) -> ModelError:
+def _refused(path: Path) -> ModelError:
     return ModelError(
-        f"{path} holds {kind}, which proposes tokens from the target's hidden states, but in a "
-        "pipeline these leave the last stage too late; take a small model with the same "
-        "vocabulary, a parallel draft (PARD), or proposer=suffix, which needs no draft"
+        f"{path} holds a head for another model (EAGLE, Medusa, MTP or DFlash), which proposes "
+        "tokens from the target's hidden states, but in a pipeline these leave the last stage too "
+        "late; take a small model with the same vocabulary, a parallel draft (PARD), or "
+        "proposer=suffix, which needs no draft"
     )
