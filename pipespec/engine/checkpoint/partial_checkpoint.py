@@ -126,7 +126,7 @@ def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
     if absent := [file.name for file in files if not file.is_file()]:
         raise ModelError(
             f"{path} lacks {absent[0]}, so other hosts cannot get their layers from here; copy it "
-            "there, or give each host its files"
+            "there"
         )
     small = [] if is_gguf(path) else [e for e in sorted(folder.iterdir()) if _is_small(e.name)]
     found = None if as_folder else read_repository(folder) or _cached_commit(folder)
