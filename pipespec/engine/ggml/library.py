@@ -153,12 +153,6 @@ _CPU = {
     "backend_cpu_set_threadpool": "pp:",
     "backend_cpu_set_use_ref": "pb:",
 }
-# What a library may have been compiled for, and the flag of /proc/cpuinfo that says so.
-_ALIKE = "avx avx2 fma f16c bmi2 avx_vnni avx512_vnni avx512_bf16 amx_int8"
-_NEEDS = {name: name for name in _ALIKE.split()} | {
-    "avx512": "avx512f",
-    "avx512_vbmi": "avx512vbmi",
-}
 
 
 @_LogFunction
@@ -175,9 +169,8 @@ class Library:
     def __init__(self, folder: Path):
         """Raises OSError or AttributeError if it cannot be loaded or lacks a function."""
         self.folder = folder
-        base = ctypes.CDLL(str(_file(folder, "ggml-base")))
-        self._cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")))
-        for library, functions in ((base, _BASE), (self._cpu, _CPU)):
+        for file, functions in (("ggml-base", _BASE), ("ggml-cpu", _CPU)):
+            library = ctypes.CDLL(str(_file(folder, file)))
             for name, signature in functions.items():
                 arguments, _, result = signature.partition(":")
                 function = getattr(library, f"ggml_{name}")
@@ -188,15 +181,6 @@ class Library:
 
     def __getattr__(self, name: str) -> Any:  # set in __init__
         raise AttributeError(name)
-
-    def missing_features(self, flags: frozenset[str]) -> list[str]:
-        """What it was compiled for and this processor, of these flags, does not have. The functions
-        return constants, so nothing of that is executed."""
-        return [
-            flag
-            for name, flag in _NEEDS.items()
-            if getattr(self._cpu, f"ggml_cpu_has_{name}")() and flag not in flags
-        ]
 
     def context(self, tensors: int, graph: int = 0) -> int:
         """A context for so many tensors and a graph of so many operations; `free` it."""
@@ -329,13 +313,7 @@ def _check(folder: Path) -> Found:
             f"The ggml in {folder} is not used, as its version {version} was not tested; "
             f"{'.'.join(map(str, lowest))} up to below {'.'.join(map(str, beyond))} were.",
         )
-    if (flags := cpu_flags()) and (missing := library.missing_features(flags)):
-        return Found(
-            None,
-            f"The ggml in {folder} is not used, as it was built for a processor with "
-            f"{', '.join(missing)}.",
-        )
-    # A library that does not fit may end its process.
+    # A library that does not fit, or was built for another processor, may end its process.
     command = [sys.executable, "-m", "pipespec.engine.ggml.self_test", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_S, check=False)
