@@ -54,11 +54,9 @@ OF_MEMBERS = 6  # tokens; each member computes them with others
 COMPILED = ("gemma2", "gpt_oss", "qwen3_next")
 # Multimodal checkpoints whose text part is a common architecture, read as those of the others are.
 COMMON_TEXT = ("aya_vision", "internvl", "llava")
-# Numbers of tensor-parallel members, which few numbers of heads and columns are multiples of. The
-# short suite tries the larger two with a dense one, and with one with experts.
-MEMBERS = (2, 3, 5, 6)
-MANY_MEMBERS = {"llama": 5, "mixtral": 6}
-SIX_HEADS = {"num_attention_heads": 6, "head_dim": 8}
+# Numbers of tensor-parallel members: as many as there are KV heads, and more. The short suite tries
+# the larger one with a dense one, and with one with experts.
+MEMBERS = (2, 4)
 # The host chooses the experts of these, so that they are not compiled.
 ON_THE_HOST = ("longcat_flash",)
 # Layers of these differ in their K and V; the most that a layer has is foretold.
@@ -143,8 +141,7 @@ def test_greedy_tokens_equal_generate(model, long):
 
 
 def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
-    """Also where their number does not divide heads, columns and experts, or some have no heads.
-    What each holds is foretold."""
+    """What each holds is foretold."""
     some_of(SHARED)
     prompt, whole = _random_tokens(13, seed=1), model.slices(2)
     if model.path.name in WITHOUT_PLAN:
@@ -153,28 +150,28 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
         return
     expected = decode(whole, prompt, 5, OF_MEMBERS)
     info, bytes_of_whole = inspect(model.path), sum(part.num_weight_bytes for part in whole)
-    few = MEMBERS[ARCHITECTURES.index(model.path.name) % 2]
-    for size in MEMBERS if long else (MANY_MEMBERS.get(model.path.name, few),):
+    many = model.path.name in ("llama", "mixtral")
+    for size in MEMBERS if long else (MEMBERS[many],):
         members = together(size, lambda group: _member(group, model.path, prompt))
         assert [tokens for tokens, _ in members] == [expected] * size, f"{size} members"
-        for number, (_, num_bytes) in enumerate(members):
-            foretold = info.loaded_part(info.stored, size, number, "float32")
-            twice = info.tied * foretold.embedding  # once in each of two slices
+        foretold = info.loaded_part(info.stored, size, "float32")
+        twice = info.tied * foretold.embedding  # once in each of two slices
+        for _, num_bytes in members:
             # Without the indexers of sparse attention, and biases that one member adds.
             assert 0.75 < num_bytes / (foretold.total + twice) <= 1.01
             assert num_bytes < bytes_of_whole
 
 
-def test_members_have_the_kv_heads_of_their_own_query_heads(tmp_path):
-    """Those of one KV head are together unless fewer KV heads than members are left."""
-    sizes = {}
-    for kv_heads in (3, 2, 1):
-        path = build("llama", tmp_path / str(kv_heads), num_key_value_heads=kv_heads, **SIX_HEADS)
-        one = load(path, 1)[0].num_kv_bytes // kv_heads
-        found = together(3, lambda group, path=path: load(path, 1, group)[0].num_kv_bytes)
-        sizes[kv_heads] = [num_bytes / one for num_bytes in found]
-    # The second of three members has a head of each of two KV heads.
-    assert sizes == {3: [1, 1, 1], 2: [1, 2, 1], 1: [1, 1, 1]}
+def test_members_have_the_kv_heads_of_their_own_query_heads(checkpoint):
+    path = checkpoint("llama")  # two KV heads
+    one = load(path, 1)[0].num_kv_bytes // 2
+    for size in MEMBERS:
+        assert together(size, lambda group: load(path, 1, group)[0].num_kv_bytes) == [one] * size
+
+
+def test_members_that_would_have_unequal_parts_are_refused(checkpoint):
+    with pytest.raises(ModelError, match="3 devices cannot have equal parts"):
+        together(3, lambda group: load(checkpoint("llama"), 1, group))
 
 
 def test_members_draw_the_tokens_that_one_draws(checkpoint):
@@ -183,12 +180,12 @@ def test_members_draw_the_tokens_that_one_draws(checkpoint):
     expected = [_drawn(load(path, 1), prompt, seed) for seed in (1, 2)]
     assert expected[0] != expected[1]
     members = together(
-        3,
+        4,
         lambda group: [
             _drawn(part, prompt, seed) for part in [load(path, 1, group)] for seed in (1, 2)
         ],
     )
-    assert members == [expected] * 3
+    assert members == [expected] * 4
 
 
 def test_a_member_reads_no_other_part_of_the_files(tmp_path):

@@ -160,8 +160,8 @@ def loading(deployment: Deployment) -> str:
 
 
 def groups(deployment: Deployment) -> str | None:
-    """A line with what each device of a group takes of the weights of its rank at most, and what of
-    a rank is on several of its devices; None: each rank has a device of its own."""
+    """A line with what each device of a group takes of the weights of its rank at most; None: each
+    rank has a device of its own."""
     found = []
     for name, info, rank in _ranks(deployment):
         members = memory.members_of(deployment, rank, mid=info is deployment.mid)
@@ -169,11 +169,7 @@ def groups(deployment: Deployment) -> str | None:
             continue
         layers = memory.layers_of(deployment, info, rank)
         size = memory.held_bytes(deployment, info, layers, members)
-        weights, kv_heads = info.repeated(members, layers, deployment.dtype_of(info))
-        repeated = f"{size_text(weights)} of norms and other weights on each"
-        if kv_heads:
-            repeated += f", and {kv_heads} KV head{'s' * (kv_heads > 1)} of each layer once more"
-        found.append(f"{name} {size_text(size)} on each of {members} ({repeated})")
+        found.append(f"{name} {size_text(size)} on each of {members}")
     return f"Devices of a group hold at most: {'; '.join(found)}." if found else None
 
 

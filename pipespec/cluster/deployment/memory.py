@@ -57,11 +57,9 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
     return deployment.target if rank else deployment.draft
 
 
-def required_bytes(
-    deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
-) -> Counter[str]:
-    """Bytes that a rank, or this tensor-parallel member of it, certainly uses on its device, by
-    setting or WEIGHTS. `mid`: those of the mid-size model alone."""
+def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+    """Bytes that a rank, or each tensor-parallel member of it, uses on its device, by setting or
+    WEIGHTS. `mid`: those of the mid-size model alone."""
     info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
@@ -86,7 +84,7 @@ def required_bytes(
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
     device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
-    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members, member)
+    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
 
 
@@ -180,10 +178,9 @@ def weight_bytes(
     device: str,
     layers: range,
     members: int = 1,
-    member: int = 0,
 ) -> int:
     """Bytes of weights that loading these layers, or the part of a member of them, certainly uses
-    on a device. Of all members the first has most."""
+    on a device."""
     held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
@@ -191,7 +188,7 @@ def weight_bytes(
     mapped = whole and plain and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
-    return held_bytes(deployment, info, layers, members, member)
+    return held_bytes(deployment, info, layers, members)
 
 
 def held_bytes(
@@ -199,13 +196,12 @@ def held_bytes(
     info: CheckpointInfo,
     layers: range,
     members: int = 1,
-    member: int = 0,
 ) -> int:
     """Bytes of the weights of these layers, with embedding and head where they belong to them, or
     of the part of a member of them; those that are mapped from files count too."""
     dtype = deployment.dtype_of(info)
     whole = info.loaded(dtype, deployment.weight_format(info))
-    sizes = info.loaded_part(whole, members, member, dtype)
+    sizes = info.loaded_part(whole, members, dtype)
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
     return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
@@ -270,8 +266,8 @@ def _needed(
     for rank in ranks:
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         devices = (deployment.devices[rank], *map(deployment.device_of, others))
-        for member, device in enumerate(devices):
-            by_device[device] += required_bytes(deployment, rank, member=member)
+        for device in devices:
+            by_device[device] += required_bytes(deployment, rank)
         if rank == 0 and deployment.mid is not None:
             by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
     return by_device

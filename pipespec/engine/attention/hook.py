@@ -16,7 +16,6 @@ order of rows, none of which there is in a batch of tree rows:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -63,13 +62,11 @@ class QueryTemperature:
 class AttentionState:
     """The attribute `kv` of an attention module.
 
-    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too. The
-    first call sets `layer` from the actual Q, K and V, whose shapes are more reliable than what can
-    be derived from the config. The custom operator identifies the state by `number`."""
+    The first call sets `layer` from the actual Q, K and V, whose shapes are more reliable than what
+    can be derived from the config. The custom operator identifies the state by `number`."""
 
     backend: AttentionBackend
     num_slots: int
-    kv_heads: Tensor | None = None
     chunk: int | None = None
     temperature: QueryTemperature | None = None
     kv_dtype: str = KV_PLAIN
@@ -92,7 +89,6 @@ def attach(
     backend: AttentionBackend,
     num_slots: int,
     chunk: int | None,
-    kv_heads: Sequence[int] | None,
     kv_dtype: str,
 ) -> list[AttentionState]:
     """Give each attention module of a decoder layer its state; layers of some kinds have none."""
@@ -100,8 +96,6 @@ def attach(
     for attention in attention_modules(layer):
         state = AttentionState(backend, num_slots, chunk=chunk, kv_dtype=kv_dtype)
         state.temperature = take_temperature(layer, attention)
-        if kv_heads is not None:
-            state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
         attention.kv = state  # type: ignore[assignment]
         states.append(state)
     return states
@@ -122,8 +116,6 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The function that Transformers calls: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
     state: AttentionState = module.kv  # type: ignore[assignment]
-    if state.kv_heads is not None:
-        key, value = (x.index_select(1, state.kv_heads) for x in (key, value))
     if state.temperature is not None:
         assert query_positions is not None
         query = state.temperature.applied(query, query_positions)

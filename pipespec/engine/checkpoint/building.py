@@ -35,17 +35,16 @@ lock = threading.Lock()
 
 
 @contextmanager
-def alone(*, progress: bool = False) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Make models one at a time, and keep Transformers from printing; faults in its reports are
-    raised as errors instead. `progress`: it shows its progress bar."""
+    raised as errors instead."""
     with lock, silence_warnings():
         level, bar = (
             transformers_logging.get_verbosity(),
             transformers_logging.is_progress_bar_enabled(),
         )
         transformers_logging.set_verbosity_error()
-        if not progress:
-            transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
         try:
             yield
         finally:

@@ -176,7 +176,7 @@ class SliceGraph:
         _require(_children(mlp) - {"act_fn"} == _MLP)
         _require(type(mlp.act_fn).__name__ in _ACTIVATIONS)
         special = (options.window, options.softcap, options.sinks, options.chunk)
-        _require(all(each is None for each in (*special, state.temperature, state.kv_heads)))
+        _require(all(each is None for each in (*special, state.temperature)))
         _require(pool.keys.dtype == pool.values.dtype == torch.float32)
         slots, kv_heads, dim = pool.keys.shape
         _require(pool.values.shape == pool.keys.shape)

@@ -155,41 +155,33 @@ class CheckpointInfo(ModelFacts):
             embedding, head = ends[0], head - own_head + ends[1]
         return Sizes(layers, embedding, head)
 
-    def loaded_part(self, sizes: Sizes, members: int, member: int, dtype: str) -> Sizes:
-        """The sizes in memory of the part of one of `members` tensor-parallel devices, given the
-        `sizes` of the whole: matrices, embedding and head are divided, norms are not."""
+    def loaded_part(self, sizes: Sizes, members: int, dtype: str) -> Sizes:
+        """The sizes in memory of the part of the first of `members` tensor-parallel devices, which
+        has most, given the `sizes` of the whole: matrices, embedding and head are divided, norms
+        are not. Raises ModelError if parts would not be equal."""
         if members == 1:
             return sizes
         shares, item = tp_shares(self.path, members), ITEM_BYTES[self.compute_dtype(dtype)]
         layers = tuple(
-            common * item + int((size - common * item) * parts[member] / (divided or 1))
-            for size, common, divided, parts in zip(
-                sizes.layers, shares.common, shares.divided, shares.parts, strict=True
+            common * item + int((size - common * item) * part / (divided or 1))
+            for size, common, divided, part in zip(
+                sizes.layers, shares.common, shares.divided, shares.part, strict=True
             )
         )
-        rows = shares.vocabulary[member]
         # The head's norm is whole.
         norm = self.hidden_size * item if sizes.head else 0
         embedding, head = (
-            whole * rows // self.vocab_size for whole in (sizes.embedding, sizes.head - norm)
+            whole * shares.vocabulary // self.vocab_size
+            for whole in (sizes.embedding, sizes.head - norm)
         )
         return Sizes(layers, embedding, head + norm)
-
-    def repeated(self, members: int, layers: range, dtype: str) -> tuple[int, int]:
-        """What each of `members` tensor-parallel devices has of these layers though others have it
-        too: bytes of weights; and how many KV heads of a layer they keep together beyond those that
-        it has."""
-        shares, item = tp_shares(self.path, members), ITEM_BYTES[self.compute_dtype(dtype)]
-        weights = sum(shares.common[layers.start : layers.stop]) * item
-        kept = sum(shares.kv_heads) if self.tp_plan_splits_kv else members * self.kv_heads
-        return weights, kept - self.kv_heads
 
     def kv_bytes(self, dtype: str, kv_dtype: str, members: int = 1) -> int:
         """Bytes of K and V of a token in one layer, on each of `members` devices at most; `dtype`
         is that of the activations, `kv_dtype` one of KV_DTYPES."""
         numbers, heads = self.kv_size, self.kv_heads
         if members > 1 and self.tp_plan_splits_kv:
-            heads = max(tp_shares(self.path, members).kv_heads)
+            heads = tp_shares(self.path, members).kv_heads
             numbers = self.kv_size // self.kv_heads * heads
         if kv_dtype == KV_PLAIN:
             return numbers * ITEM_BYTES[dtype]
@@ -213,6 +205,7 @@ class CheckpointInfo(ModelFacts):
         require_tp_divisible(
             self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
         )
+        tp_shares(self.path, members)  # which raises ModelError unless their parts are equal
 
     def weight_format(self, quantization: str | None, keep: str, dtype: str) -> str | None:
         """The format of the weights in memory: one of QUANTIZATIONS or KEPT_FORMATS, or None (as

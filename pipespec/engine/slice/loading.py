@@ -50,12 +50,10 @@ def load(
     device: torch.device,
     parallel: WholeSlice,
     context: int | None,
-    *,
-    progress: bool,
 ) -> PreTrainedModel:
     """The model with the weights of `layers`, or this device's part of them; see
     `ModelSlice.load`."""
-    with alone(progress=progress):
+    with alone():
         files = open_files(path)
         config = files.config()
         require_supported(config.model_type, path)

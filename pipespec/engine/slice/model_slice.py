@@ -90,7 +90,7 @@ class ModelSlice:
             state
             for index, layer in enumerate(self.base.layers)
             for state in hook.attach(
-                layer, self.backend, num_slots, chunk_of(config, index), parallel.kv_heads, kv_dtype
+                layer, self.backend, num_slots, chunk_of(config, index), kv_dtype
             )
         ]
         self.recurrent = RecurrentLayers(self.base.layers, num_slots)
@@ -123,7 +123,6 @@ class ModelSlice:
         device: torch.device | str = "cpu",
         num_slots: int,
         attention: AttentionBackend | str = select.AUTO,
-        progress: bool = False,
         parallel: WholeSlice | None = None,
         kv_dtype: str = KV_PLAIN,
         context: int | None = None,
@@ -135,7 +134,6 @@ class ModelSlice:
             quantization: one of QUANTIZATIONS, for plain weights, or KEPT_FORMATS, for weights
                 that are stored so.
             attention: the name of a backend, or a backend for this slice, without self-test.
-            progress: show the progress bar of Transformers.
             parallel: load this device's part of the slice. Each `forward` then needs all devices.
             kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
             context: the longest sequence, in tokens, to which rotary frequencies belong that depend
@@ -147,9 +145,7 @@ class ModelSlice:
                 support `dtype`.
         """
         parallel, device = parallel or WholeSlice(), torch.device(device)
-        model = load(
-            *(Path(path), layers, dtype, quantization, device, parallel, context), progress=progress
-        )
+        model = load(Path(path), layers, dtype, quantization, device, parallel, context)
         kept = quantization in KEPT_FORMATS
         how: dict[str, Any] = {"batch_invariant": kept, "parallel": parallel, "kv_dtype": kv_dtype}
         made = cls(model, layers, num_slots, attention, **how)

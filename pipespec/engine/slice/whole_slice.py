@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,10 @@ class WholeSlice:
 
     Attributes:
         size: devices that compute the slice.
-        kv_heads: those of the KV heads of its model to which this device's query heads attend;
-            None: all.
         no_compiler: why the slice cannot be compiled, as a clause.
     """
 
     size = 1
-    kv_heads: Sequence[int] | None = None
     no_compiler = ""
 
     def no_graphs(self) -> str:

@@ -71,9 +71,7 @@ def gather_best(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> tuple[Ten
     """The largest number of each row of the columns of all members, and the first column that has
     it, given this member's `[rows, its own]`. A NaN is the largest number."""
     part = parts[group.rank]
-    values, columns = mine.new_full((len(mine),), -torch.inf), mine.new_zeros(len(mine))
-    if part.size:
-        values, columns = mine.max(-1)
+    values, columns = mine.max(-1)
     # In float64 as it holds all logits and tokens.
     own = torch.stack((values.double(), columns.double() + part.start))
     best, places = torch.stack(list(group.gather(own))).unbind(1)

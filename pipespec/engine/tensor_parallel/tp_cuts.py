@@ -1,14 +1,13 @@
 """Whether a model can be divided among tensor-parallel members, without loading it, and which part
 of each tensor a member has. Pure.
 
-Heads, columns of an MLP and rows of the vocabulary are shared in whole units, such as groups of
-weights with one scale, so the parts of the members need not be equal; one may be empty.
+Heads and columns of an MLP are divided into equal parts, in whole units, such as groups of weights
+with one scale. The parts of the vocabulary differ by a unit where it is no multiple.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,8 @@ LOCAL = ("colwise", PACKED, "mla_kv_a_proj", "replicated_with_grad_allreduce")
 _HEADS_VARY = ("laguna", "mimo_v2_flash")
 # The sides of a matrix `[out, in]`. A bias `[out]` is cut like the rows of its matrix.
 OUT, IN = "out", "in"
-# Columns of an MLP and rows of the vocabulary are shared in multiples of this, of which every
-# plain type makes a multiple of 16 bytes, as fast products require.
+# Rows of the vocabulary are shared in multiples of this, of which every plain type makes a multiple
+# of 16 bytes, as fast products require.
 ALIGNMENT = 8
 
 Index = tuple[slice, ...]
@@ -76,27 +75,6 @@ class Cut:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadShare:
-    """The heads of a member.
-
-    Attributes:
-        heads: its query heads.
-        kv_heads: KV heads of which it has the weights; members may have some in common.
-        selected: those of them, counted from the first, to which equal runs of its query heads
-            attend; None: all of them.
-    """
-
-    heads: range
-    kv_heads: range
-    selected: tuple[int, ...] | None
-
-    @property
-    def num_stored(self) -> int:
-        """KV heads of which the member keeps K and V."""
-        return len(self.kv_heads) if self.selected is None else len(self.selected)
-
-
 def share(total: int, unit: int, members: int) -> list[range]:
     """The part of each member of `total`: whole units but for the last of all, and one unit more
     for the first members where they are no multiple."""
@@ -110,39 +88,16 @@ def share(total: int, unit: int, members: int) -> list[range]:
     ]
 
 
-def share_heads(
-    heads: int, kv_heads: int, members: int, unit: int = 1, kv_unit: int = 1
-) -> list[HeadShare]:
-    """The heads of each member; `unit` query heads and `kv_unit` KV heads cannot be divided.
-
-    The query heads of a KV head stay together if all members have some then. Otherwise KV heads
-    are on several members.
-    """
-    together = math.lcm(unit, -(-heads // kv_heads))
-    if -(-heads // together) < members:
-        together = unit
-    found = []
-    for mine in share(heads, together, members):
-        attended = [head * kv_heads // heads for head in mine]
-        distinct = sorted(set(attended))
-        if len({attended.count(head) for head in distinct}) <= 1:
-            attended = distinct
-        held = range(0)
-        if distinct:
-            start = distinct[0] // kv_unit * kv_unit
-            held = range(start, min(-(-(distinct[-1] + 1) // kv_unit) * kv_unit, kv_heads))
-        selected = tuple(head - held.start for head in attended)
-        found.append(HeadShare(mine, held, None if attended == [*held] else selected))
-    return found
-
-
-def head_unit(heads: int, matrices: Iterable[tuple[int, int]]) -> int:
-    """How many of `heads` heads cannot be divided, given, of each matrix that is divided by them,
-    how many rows or columns it has and how many of these cannot be divided."""
-    found = 1
-    for total, unit in matrices:
-        found = math.lcm(found, unit // math.gcd(unit, total // heads))
-    return found
+def equal_parts(total: int, unit: int, members: int, parts: int) -> list[range]:
+    """The part of each member of `total`, of so many parts in all: where there are fewer, members
+    that follow one another have the same. Raises ValueError if the parts would not be equal, or
+    not of whole units."""
+    if total % (unit * parts) or members % parts:
+        raise ValueError("the parts would not be equal")
+    size = total // parts
+    return [
+        range(at * size, (at + 1) * size) for at in (n * parts // members for n in range(members))
+    ]
 
 
 def has_plan(config: Any) -> bool:

@@ -87,8 +87,6 @@ class TPMember(WholeSlice):
     ) -> None:
         assert state is not None, "packages' matrices are not divided"
         self.plan = tp_plan.plan_cuts(model, self.size, units)
-        if self.plan.heads is not None:
-            self.kv_heads = self.plan.heads[self.rank].selected
         mine = {name: parts[self.rank] for name, parts in self.plan.cuts.items()}
         tp_plan.cut_state(model, state, mine)
         tp_plan.shrink(model, mine)

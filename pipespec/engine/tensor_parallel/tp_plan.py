@@ -12,18 +12,17 @@ import math
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention.hook import is_attention
-from pipespec.engine.formats.stored import DTYPES, Units
+from pipespec.engine.formats.stored import Units
 from pipespec.engine.low_bit.experts import use_loop
 from pipespec.engine.tensor_parallel import tp_cuts
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
-from pipespec.engine.tensor_parallel.tp_cuts import Cut, HeadShare
+from pipespec.engine.tensor_parallel.tp_cuts import Cut
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -54,19 +53,17 @@ class TPPlan:
     Attributes:
         rules: of the plan of Transformers, by the names of modules and parameters of the layers.
         cuts: the cuts of all members of each parameter that is divided.
-        heads: of all members, if attention is divided by heads.
         vocabulary: the tokens of all members, of embedding and output head.
     """
 
     rules: Mapping[str, str]
     cuts: Mapping[str, Sequence[Cut]]
-    heads: Sequence[HeadShare] | None
     vocabulary: Sequence[Cut]
 
 
 def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
     """How `size` members divide a model whose stored matrices have these units. Raises ModelError
-    if every head has a norm of its own, which no plan divides."""
+    if parts would not be equal, or if every head has a norm of its own, which no plan divides."""
     parameters, config = dict(model.named_parameters()), model.config
     if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
         raise ModelError(
@@ -74,26 +71,12 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
             f"{size} devices cannot divide; make each device a stage of its own"
         )
     rules = _rules(model)
-    divided = {
-        name: (each, rules[name])
+    found = {
+        name: _cuts_of(model, name, each, rules[name], size, units)
         for name, each in parameters.items()
         if (rule := rules.get(name)) in tp_cuts.COLWISE
         or (rule in tp_cuts.ROWWISE and not name.endswith(_BIAS))
     }
-    by_heads = {name: each for name, each in divided.items() if _is_of_heads(model, name, each[1])}
-    heads = _share_heads(config, by_heads, size, units)
-    found = {}
-    for name, (parameter, rule) in divided.items():
-        side, total = _side_of(parameter, rule)
-        if name in by_heads and heads is not None:
-            parts = [each.kv_heads if _is_kv(name) else each.heads for each in heads]
-            count = num_kv_heads(config) if _is_kv(name) else config.num_attention_heads
-            width = total // count
-        else:
-            usual = math.lcm(tp_cuts.ALIGNMENT, units.rows, units.columns)
-            unit = {tp_cuts.GATHERED: units.rows, tp_cuts.SPLIT: units.columns}.get(rule, usual)
-            parts, width = tp_cuts.share(total, unit, size), 1
-        found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
     tokens = tp_cuts.share(config.vocab_size, math.lcm(tp_cuts.ALIGNMENT, units.rows), size)
     vocabulary = [Cut(tp_cuts.OUT, part.start, part.stop, config.vocab_size) for part in tokens]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -103,7 +86,38 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
             found |= dict.fromkeys(names, vocabulary)
             if module is embedding and names:
                 rules[name] = EMBEDDING
-    return TPPlan(rules, found, heads, vocabulary)
+    return TPPlan(rules, found, vocabulary)
+
+
+def _cuts_of(
+    model: PreTrainedModel, name: str, parameter: Tensor, rule: str, size: int, units: Units
+) -> list[Cut]:
+    """The cuts of all members of a parameter. Where there are fewer KV heads than members, several
+    have the same one."""
+    side = tp_cuts.IN if rule in tp_cuts.ROWWISE else tp_cuts.OUT
+    matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
+    total = parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
+    unit, num_parts = units.rows if side == tp_cuts.OUT else units.columns, size
+    if rule in (tp_cuts.GATHERED, tp_cuts.SPLIT):
+        parts = tp_cuts.share(total, unit, size)
+        return [Cut(side, part.start, part.stop, total) for part in parts]
+    if _is_of_heads(model, name, rule):
+        heads = model.config.num_attention_heads
+        if name.rpartition(".")[0].endswith(_KV):
+            heads = num_kv_heads(model.config)
+            num_parts = min(size, heads)
+        unit = math.lcm(total // heads, unit)
+    else:  # columns of an MLP are rows of one of its matrices and columns of the next
+        unit = math.lcm(units.rows, units.columns)
+    try:
+        parts = tp_cuts.equal_parts(total, unit, size, num_parts)
+    except ValueError:
+        raise ModelError(
+            f"{size} devices cannot have equal parts of {model.config.name_or_path}: {name} has "
+            f"{-(-total // unit)} units of {unit}, such as heads or groups with one scale; take a "
+            "number of devices that divides these, or make each device a stage of its own"
+        ) from None
+    return [Cut(side, part.start, part.stop, total) for part in parts]
 
 
 def _rules(model: PreTrainedModel) -> dict[str, str]:
@@ -125,39 +139,9 @@ def _rules(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:
-    """The side of a parameter that a rule divides, and how many rows or columns it has."""
-    side = tp_cuts.IN if rule in tp_cuts.ROWWISE else tp_cuts.OUT
-    matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
-    return side, parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
-
-
 def _is_of_heads(model: PreTrainedModel, name: str, rule: str) -> bool:
     owner = name.rpartition(".")[0].rpartition(".")[0]
     return rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner))
-
-
-def _is_kv(name: str) -> bool:
-    return name.rpartition(".")[0].endswith(_KV)
-
-
-def _share_heads(
-    config: PretrainedConfig, by_heads: Mapping[str, tuple[Tensor, str]], size: int, units: Units
-) -> list[HeadShare] | None:
-    """The heads of all members, given the parameters that are divided by them."""
-    if not by_heads:
-        return None
-    sides = {name: _side_of(*each) for name, each in by_heads.items() if not name.endswith(_BIAS)}
-    undivided = {
-        name: (total, units.rows if side == tp_cuts.OUT else units.columns)
-        for name, (side, total) in sides.items()
-    }
-    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    unit = tp_cuts.head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
-    kv_unit = tp_cuts.head_unit(
-        kv_heads, (each for name, each in undivided.items() if _is_kv(name))
-    )
-    return tp_cuts.share_heads(heads, kv_heads, size, unit, kv_unit)
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
@@ -182,8 +166,6 @@ class CutTensor:
 
     def __getitem__(self, _: Any) -> Tensor:
         shape = self.whole.get_shape()
-        if not self.cut.size:
-            return torch.empty(self.get_shape(), dtype=getattr(torch, DTYPES[self.get_dtype()]))
         parts = [self.whole[index] for index in self.cut.indices(shape)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.cut.dimension(shape))
 
@@ -230,25 +212,9 @@ def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
 
 def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
     """Let the modules of a model with this member's parts communicate in their forward passes."""
-    for name, parts in plan.cuts.items():
-        owner = name.rpartition(".")[0]
-        attention = model.get_submodule(owner.rpartition(".")[0])
-        last = parts[group.rank].side == tp_cuts.IN and is_attention(attention)
-        if last and not parts[group.rank].size:
-            forward = partial(_attend_with_no_heads, model.get_submodule(owner))
-            setattr(attention, "forward", forward)  # noqa: B010
     for name, module in model.named_modules():
         if (rule := plan.rules.get(name)) is not None:
             _add_collective(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
-
-
-def _attend_with_no_heads(
-    output: nn.Module, hidden_states: Tensor, **more: Any
-) -> tuple[Tensor | None, ...]:
-    """The forward pass of the attention of a member that has no heads, given its last matrix."""
-    found = output(hidden_states[..., :0])
-    # Where layers share what an indexer chooses, their attention returns that too.
-    return (found, None, None) if "prev_topk_indices" in more else (found, None)
 
 
 def drop_summed_biases(model: PreTrainedModel, plan: TPPlan) -> None:
@@ -294,8 +260,5 @@ def _add_lookup(module: Any, group: TPGroup, parts: Sequence[Cut]) -> None:
     def add(_: nn.Module, __: Any, found: Tensor) -> Tensor:
         return sum_parts(group.gather(found.masked_fill(others[0].unsqueeze(-1), 0)))
 
-    if not mine.size:
-        none = lambda ids: module.weight.new_zeros(*ids.shape, module.weight.shape[1])  # noqa: E731
-        setattr(module, "forward", none)  # noqa: B010
     module.register_forward_pre_hook(localise)
     module.register_forward_hook(add)

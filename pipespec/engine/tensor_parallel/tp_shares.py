@@ -15,21 +15,21 @@ from pipespec.system.result_cache import cached_call
 
 @dataclass(frozen=True)
 class TPShares:
-    """What the members of a group have of a model, in numbers of weights and of heads.
+    """What the first member of a group, which has most, has of a model, in numbers of weights.
 
     Attributes:
         common: weights of each layer that every member has.
         divided: the other weights of each layer.
-        parts: those that each member has of them, by layer and member.
-        vocabulary: rows of embedding and output head of each member.
+        part: those that the member has of them, by layer.
+        vocabulary: rows of embedding and output head.
         kv_heads: KV heads of which each member keeps K and V.
     """
 
     common: list[int]
     divided: list[int]
-    parts: list[list[int]]
-    vocabulary: list[int]
-    kv_heads: list[int]
+    part: list[int]
+    vocabulary: int
+    kv_heads: int
 
 
 def tp_shares(path: Path, members: int) -> TPShares:
@@ -62,11 +62,15 @@ def _count(files: StoredFiles, members: int, units: Units) -> TPShares:
     with lock, torch.device("meta"):
         model = sliced_class(config, layers)._from_config(config)
     plan = plan_cuts(model, members, units)
-    rows, kv_heads = [part.size for part in plan.vocabulary], [num_kv_heads(config)] * members
-    if plan.heads is not None:
-        kv_heads = [each.num_stored for each in plan.heads]
+    kv_heads = num_kv_heads(config)
     zeros = [0] * len(layers)
-    found = TPShares(zeros, zeros.copy(), [[0] * members for _ in layers], rows, kv_heads)
+    found = TPShares(
+        zeros,
+        zeros.copy(),
+        zeros.copy(),
+        plan.vocabulary[0].size,
+        kv_heads // min(kv_heads, members),
+    )
     for name, parameter in model.named_parameters():
         if (place := LAYER.search(name)) is None:
             continue
@@ -75,6 +79,5 @@ def _count(files: StoredFiles, members: int, units: Units) -> TPShares:
             found.common[layer] += parameter.numel()
             continue
         found.divided[layer] += parameter.numel()
-        for member, part in enumerate(plan.cuts[name]):
-            found.parts[layer][member] += math.prod(part.shape(parameter.shape))
+        found.part[layer] += math.prod(plan.cuts[name][0].shape(parameter.shape))
     return found

@@ -27,7 +27,7 @@ from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel.tp_member import TPMember
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.measurements import num_slots
 from tests.helpers import models
 
@@ -64,31 +64,34 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
 def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
     deployment = planned("cluster.tensor_parallel=2", *settings)
-    part = rank_components.load_model(deployment, rank, part=TPMember(1, 2))
+    part = rank_components.load_model(deployment, rank, part=TPMember(0, 2))
     assert part is not None
-    assert required_bytes(deployment, rank, member=1)[WEIGHTS] == part.num_weight_bytes
+    assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
     slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
     assert slot * part.num_slots == part.num_kv_bytes
     whole = rank_components.load_model(planned(*settings), rank)
     assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
 
 
-def test_what_devices_of_a_group_hold_and_what_several_of_them_have_is_said() -> None:
-    """Of three devices one has two heads, so that two have the same KV head."""
+def test_what_devices_of_a_group_hold_is_said() -> None:
+    """Four devices have a query head each, of two KV heads."""
     settings = ("model.dtype=bfloat16", "model.context=64", "cluster.draft_tensor_parallel=1")
     assert groups(planned(*settings)) is None
-    deployment = planned("cluster.tensor_parallel=3", *settings)
+    deployment = planned("cluster.tensor_parallel=4", *settings)
     line = groups(deployment)
     assert line is not None and "stage 2" in line and "draft" not in line
-    assert line.count("on each of 3") == line.count("and 1 KV head of each layer once more") == 2
-    parts = [
-        rank_components.load_model(deployment, 1, part=TPMember(member, 3)) for member in range(3)
-    ]
-    for member, part in enumerate(parts):
+    assert line.count("on each of 4") == 2
+    for member in range(4):
+        part = rank_components.load_model(deployment, 1, part=TPMember(member, 4))
         assert part is not None
-        foretold = required_bytes(deployment, 1, member=member)[WEIGHTS]
+        foretold = required_bytes(deployment, 1)[WEIGHTS]
         assert part.num_weight_bytes == pytest.approx(foretold, rel=0.001)
         assert part.num_kv_bytes <= part.num_slots * slot_bytes(deployment, deployment.target, 1)
+
+
+def test_a_group_whose_parts_would_not_be_equal_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"3 devices .*layers\.0\.\S+ has 4 units of 32"):
+        planned("cluster.tensor_parallel=3", "cluster.draft_tensor_parallel=1")
 
 
 def test_every_member_counts_on_its_device() -> None:

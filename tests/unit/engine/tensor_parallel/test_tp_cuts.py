@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine.tensor_parallel.tp_cuts import IN, OUT, Cut, head_unit, share, share_heads
+from pipespec.engine.tensor_parallel.tp_cuts import IN, OUT, Cut, equal_parts, share
 
 NUMBERS = st.integers(1, 8)
 
@@ -21,33 +22,12 @@ def test_parts_are_whole_units_and_differ_by_one(total, unit, members):
     assert units == sorted(units, reverse=True)
 
 
-@given(kv_heads=NUMBERS, group=NUMBERS, members=NUMBERS, unit=NUMBERS, kv_unit=NUMBERS)
-def test_every_query_head_finds_its_kv_head_on_its_member(kv_heads, group, members, unit, kv_unit):
-    heads = kv_heads * group
-    shared = share_heads(heads, kv_heads, members, unit, kv_unit)
-    assert [head for each in shared for head in each.heads] == [*range(heads)]
-    for each in shared:
-        assert each.kv_heads.start % kv_unit == 0
-        stored = [*each.kv_heads]
-        if each.selected is not None:
-            stored = [stored[place] for place in each.selected]
-        assert len(stored) == each.num_stored
-        run = len(each.heads) // max(len(stored), 1)
-        found = [stored[place // run] for place in range(len(each.heads))]
-        assert found == [head // group for head in each.heads]
-
-
-def test_query_heads_of_a_kv_head_are_together_if_all_members_have_some():
-    assert [len(each.heads) for each in share_heads(64, 8, 6)] == [16, 16, 8, 8, 8, 8]
-    assert [each.selected for each in share_heads(64, 8, 6)] == [None] * 6
-    assert [len(each.heads) for each in share_heads(64, 4, 6)] == [11, 11, 11, 11, 10, 10]
-    assert [len(each.heads) for each in share_heads(4, 2, 6)] == [1, 1, 1, 1, 0, 0]
-
-
-def test_heads_are_in_whole_groups_of_the_weights():
-    assert head_unit(8, [(8 * 64, 128), (8 * 96, 32)]) == 2
-    assert head_unit(8, [(8 * 128, 128)]) == 1
-    assert head_unit(8, [(8 * 80, 256)]) == 16, "more than there are: one member has all"
+def test_heads_are_divided_equally_or_held_by_members_that_follow_one_another():
+    assert equal_parts(64, 16, 2, 2) == [range(32), range(32, 64)]
+    assert equal_parts(32, 16, 4, 2) == [range(16), range(16), range(16, 32), range(16, 32)]
+    for total, unit, members, parts in ((64, 16, 3, 3), (64, 16, 8, 8), (32, 16, 3, 2)):
+        with pytest.raises(ValueError, match="not be equal"):
+            equal_parts(total, unit, members, parts)
 
 
 @given(first=NUMBERS, size=st.integers(0, 8), rest=NUMBERS, matrices=st.integers(1, 3))
