@@ -24,14 +24,14 @@ NEW_TOKENS = 8
 GGUF_TYPES = ("Q4_0", "Q4_K", "Q6_K", "Q8_0")
 # One of each way in which parts are read, and experts.
 OFTEN = (("awq", "mixtral"),)
-# Columns of an MLP are 8 groups of 32, heads of attention are of one group each.
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
+# Columns of an MLP are 6 groups of 32, heads of attention are of one group each.
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
 
 
 def made(folder: Path, form: str, model_type: str) -> Path:
     sizes = SIZES
     if form in few_bits.FP8S:  # blocks of 128 by 128
-        sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}
+        sizes = {"hidden_size": 128, "intermediate_size": 640, "head_dim": 128}
     if form in GGUF_TYPES:  # blocks of up to 256 columns
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 256}
     return few_bits.make(folder, form, model_type, **sizes)

@@ -1,8 +1,9 @@
 """Whether a model can be divided among tensor-parallel members, without loading it, and which part
 of each tensor a member has. Pure.
 
-Heads and columns of an MLP are divided into equal parts, in whole units, such as groups of weights
-with one scale. The parts of the vocabulary differ by a unit where it is no multiple.
+Heads, columns of an MLP and rows of the vocabulary are shared in whole units, such as groups of
+weights with one scale. Heads are divided equally; other parts differ by a unit where their number
+is no multiple.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LOCAL = ("colwise", PACKED, "mla_kv_a_proj", "replicated_with_grad_allreduce")
 _HEADS_VARY = ("laguna", "mimo_v2_flash")
 # The sides of a matrix `[out, in]`. A bias `[out]` is cut like the rows of its matrix.
 OUT, IN = "out", "in"
-# Rows of the vocabulary are shared in multiples of this, of which every plain type makes a multiple
-# of 16 bytes, as fast products require.
+# Columns of an MLP and rows of the vocabulary are shared in multiples of this, of which every plain
+# type makes a multiple of 16 bytes, as fast products require.
 ALIGNMENT = 8
 
 Index = tuple[slice, ...]
@@ -77,15 +78,14 @@ class Cut:
 
 def share(total: int, unit: int, members: int) -> list[range]:
     """The part of each member of `total`: whole units but for the last of all, and one unit more
-    for the first members where they are no multiple."""
+    for the first members where they are no multiple. Raises ValueError if a part would be empty."""
     units = -(-total // unit)
+    if units < members:
+        raise ValueError("some would have none")
     counts = [units // members + (member < units % members) for member in range(members)]
     starts = [sum(counts[:member]) * unit for member in range(members)]
     stops = [*starts[1:], total]
-    return [
-        range(min(start, total), min(stop, total))
-        for start, stop in zip(starts, stops, strict=True)
-    ]
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
 def equal_parts(total: int, unit: int, members: int, parts: int) -> list[range]:
@@ -93,7 +93,7 @@ def equal_parts(total: int, unit: int, members: int, parts: int) -> list[range]:
     that follow one another have the same. Raises ValueError if the parts would not be equal, or
     not of whole units."""
     if total % (unit * parts) or members % parts:
-        raise ValueError("the parts would not be equal")
+        raise ValueError("their parts would not be equal")
     size = total // parts
     return [
         range(at * size, (at + 1) * size) for at in (n * parts // members for n in range(members))

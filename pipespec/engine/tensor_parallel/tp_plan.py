@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pipespec.engine.attention.hook import is_attention
 from pipespec.engine.formats.stored import Units
-from pipespec.engine.low_bit.experts import use_loop
 from pipespec.engine.tensor_parallel import tp_cuts
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
 from pipespec.engine.tensor_parallel.tp_cuts import Cut
@@ -39,8 +38,6 @@ with silence_warnings():
 # The rule of an embedding of which a member has the rows of some tokens.
 EMBEDDING = "embedding"
 _QUERY_NORM = ".q_norm.weight"
-# Bytes of which a row of an expert must be a multiple for torch's grouped product.
-_GROUPED_PRODUCT = 16
 _KV = (".k_proj", ".v_proj")
 _BIAS = ".bias"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -63,7 +60,8 @@ class TPPlan:
 
 def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
     """How `size` members divide a model whose stored matrices have these units. Raises ModelError
-    if parts would not be equal, or if every head has a norm of its own, which no plan divides."""
+    if heads cannot be divided equally, if there are too few units for all, or if every head has a
+    norm of its own, which no plan divides."""
     parameters, config = dict(model.named_parameters()), model.config
     if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
         raise ModelError(
@@ -97,25 +95,25 @@ def _cuts_of(
     side = tp_cuts.IN if rule in tp_cuts.ROWWISE else tp_cuts.OUT
     matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
     total = parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
-    unit, num_parts = units.rows if side == tp_cuts.OUT else units.columns, size
-    if rule in (tp_cuts.GATHERED, tp_cuts.SPLIT):
-        parts = tp_cuts.share(total, unit, size)
-        return [Cut(side, part.start, part.stop, total) for part in parts]
-    if _is_of_heads(model, name, rule):
-        heads = model.config.num_attention_heads
-        if name.rpartition(".")[0].endswith(_KV):
-            heads = num_kv_heads(model.config)
-            num_parts = min(size, heads)
-        unit = math.lcm(total // heads, unit)
-    else:  # columns of an MLP are rows of one of its matrices and columns of the next
-        unit = math.lcm(units.rows, units.columns)
+    unit = units.rows if side == tp_cuts.OUT else units.columns
     try:
-        parts = tp_cuts.equal_parts(total, unit, size, num_parts)
-    except ValueError:
+        if _is_of_heads(model, name, rule):
+            heads, num_parts = model.config.num_attention_heads, size
+            if name.rpartition(".")[0].endswith(_KV):
+                heads = num_kv_heads(model.config)
+                num_parts = min(size, heads)
+            unit = math.lcm(total // heads, unit)
+            parts = tp_cuts.equal_parts(total, unit, size, num_parts)
+        else:
+            if rule not in (tp_cuts.GATHERED, tp_cuts.SPLIT):
+                # Columns of an MLP are rows of one of its matrices and columns of the next.
+                unit = math.lcm(tp_cuts.ALIGNMENT, units.rows, units.columns)
+            parts = tp_cuts.share(total, unit, size)
+    except ValueError as error:
         raise ModelError(
-            f"{size} devices cannot have equal parts of {model.config.name_or_path}: {name} has "
-            f"{-(-total // unit)} units of {unit}, such as heads or groups with one scale; take a "
-            "number of devices that divides these, or make each device a stage of its own"
+            f"{size} devices cannot share {model.config.name_or_path}: {name} has "
+            f"{-(-total // unit)} units of {unit}, such as heads or groups with one scale, and "
+            f"{error}; take another number of devices, or make each device a stage of its own"
         ) from None
     return [Cut(side, part.start, part.stop, total) for part in parts]
 
@@ -204,10 +202,6 @@ def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
                 module.in_features = mine.size
         elif isinstance(module, nn.Embedding):
             module.num_embeddings, module.padding_idx = mine.size, None
-        elif part.ndim == 3 and any(
-            side == 0 or side * part.itemsize % _GROUPED_PRODUCT for side in part.shape[1:]
-        ):
-            use_loop(module)
 
 
 def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
