@@ -170,7 +170,7 @@ def test_members_have_the_kv_heads_of_their_own_query_heads(checkpoint):
 
 
 def test_members_that_would_have_unequal_heads_are_refused(checkpoint):
-    with pytest.raises(ModelError, match=r"3 devices cannot share .* would not be equal"):
+    with pytest.raises(ModelError, match=r"3 devices cannot share .* not divided equally"):
         together(3, lambda group: load(checkpoint("llama"), 1, group))
 
 

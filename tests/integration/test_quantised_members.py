@@ -31,7 +31,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_atten
 def made(folder: Path, form: str, model_type: str) -> Path:
     sizes = SIZES
     if form in few_bits.FP8S:  # blocks of 128 by 128
-        sizes = {"hidden_size": 128, "intermediate_size": 640, "head_dim": 128}
+        sizes = {"hidden_size": 128, "intermediate_size": 640, "head_dim": 128, "vocab_size": 700}
     if form in GGUF_TYPES:  # blocks of up to 256 columns
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 256}
     return few_bits.make(folder, form, model_type, **sizes)

@@ -81,7 +81,7 @@ def share(total: int, unit: int, members: int) -> list[range]:
     for the first members where they are no multiple. Raises ValueError if a part would be empty."""
     units = -(-total // unit)
     if units < members:
-        raise ValueError("some would have none")
+        raise ValueError(f"of {total} rows or columns, in units of {unit}, some would have none")
     counts = [units // members + (member < units % members) for member in range(members)]
     starts = [sum(counts[:member]) * unit for member in range(members)]
     stops = [*starts[1:], total]
@@ -93,7 +93,9 @@ def equal_parts(total: int, unit: int, members: int, parts: int) -> list[range]:
     that follow one another have the same. Raises ValueError if the parts would not be equal, or
     not of whole units."""
     if total % (unit * parts) or members % parts:
-        raise ValueError("their parts would not be equal")
+        raise ValueError(
+            f"{total // unit} heads, or groups of heads with one scale, are not divided equally"
+        )
     size = total // parts
     return [
         range(at * size, (at + 1) * size) for at in (n * parts // members for n in range(members))

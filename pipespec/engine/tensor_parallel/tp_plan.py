@@ -69,13 +69,19 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
             f"{size} devices cannot divide; make each device a stage of its own"
         )
     rules = _rules(model)
-    found = {
-        name: _cuts_of(model, name, each, rules[name], size, units)
-        for name, each in parameters.items()
-        if (rule := rules.get(name)) in tp_cuts.COLWISE
-        or (rule in tp_cuts.ROWWISE and not name.endswith(_BIAS))
-    }
-    tokens = tp_cuts.share(config.vocab_size, math.lcm(tp_cuts.ALIGNMENT, units.rows), size)
+    try:
+        found = {
+            name: _cuts_of(model, name, each, rules[name], size, units)
+            for name, each in parameters.items()
+            if (rule := rules.get(name)) in tp_cuts.COLWISE
+            or (rule in tp_cuts.ROWWISE and not name.endswith(_BIAS))
+        }
+        tokens = tp_cuts.share(config.vocab_size, math.lcm(tp_cuts.ALIGNMENT, units.rows), size)
+    except ValueError as error:
+        raise ModelError(
+            f"{size} devices cannot share {config.name_or_path}: {error}; take another number of "
+            "devices, or make each device a stage of its own"
+        ) from None
     vocabulary = [Cut(tp_cuts.OUT, part.start, part.stop, config.vocab_size) for part in tokens]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -91,30 +97,22 @@ def _cuts_of(
     model: PreTrainedModel, name: str, parameter: Tensor, rule: str, size: int, units: Units
 ) -> list[Cut]:
     """The cuts of all members of a parameter. Where there are fewer KV heads than members, several
-    have the same one."""
+    have the same one. Raises ValueError as the functions of `tp_cuts` do."""
     side = tp_cuts.IN if rule in tp_cuts.ROWWISE else tp_cuts.OUT
     matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
     total = parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
     unit = units.rows if side == tp_cuts.OUT else units.columns
-    try:
-        if _is_of_heads(model, name, rule):
-            heads, num_parts = model.config.num_attention_heads, size
-            if name.rpartition(".")[0].endswith(_KV):
-                heads = num_kv_heads(model.config)
-                num_parts = min(size, heads)
-            unit = math.lcm(total // heads, unit)
-            parts = tp_cuts.equal_parts(total, unit, size, num_parts)
-        else:
-            if rule not in (tp_cuts.GATHERED, tp_cuts.SPLIT):
-                # Columns of an MLP are rows of one of its matrices and columns of the next.
-                unit = math.lcm(tp_cuts.ALIGNMENT, units.rows, units.columns)
-            parts = tp_cuts.share(total, unit, size)
-    except ValueError as error:
-        raise ModelError(
-            f"{size} devices cannot share {model.config.name_or_path}: {name} has "
-            f"{-(-total // unit)} units of {unit}, such as heads or groups with one scale, and "
-            f"{error}; take another number of devices, or make each device a stage of its own"
-        ) from None
+    if _is_of_heads(model, name, rule):
+        heads, num_parts = model.config.num_attention_heads, size
+        if name.rpartition(".")[0].endswith(_KV):
+            heads = num_kv_heads(model.config)
+            num_parts = min(size, heads)
+        parts = tp_cuts.equal_parts(total, math.lcm(total // heads, unit), size, num_parts)
+    elif rule in (tp_cuts.GATHERED, tp_cuts.SPLIT):
+        parts = tp_cuts.share(total, unit, size)
+    else:  # columns of an MLP are rows of one of its matrices and columns of the next
+        unit = math.lcm(tp_cuts.ALIGNMENT, units.rows, units.columns)
+        parts = tp_cuts.share(total, unit, size)
     return [Cut(side, part.start, part.stop, total) for part in parts]
 
 

@@ -30,7 +30,7 @@ def test_heads_are_divided_equally_or_held_by_members_that_follow_one_another():
     assert equal_parts(64, 16, 2, 2) == [range(32), range(32, 64)]
     assert equal_parts(32, 16, 4, 2) == [range(16), range(16), range(16, 32), range(16, 32)]
     for total, unit, members, parts in ((64, 16, 3, 3), (64, 16, 8, 8), (32, 16, 3, 2)):
-        with pytest.raises(ValueError, match="not be equal"):
+        with pytest.raises(ValueError, match="not divided equally"):
             equal_parts(total, unit, members, parts)
 
 
