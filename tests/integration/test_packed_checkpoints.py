@@ -30,7 +30,6 @@ from tests.helpers import few_bits
 from tests.helpers.few_bits import FP4S, FP8S
 from tests.helpers.models import NUM_LAYERS, logits, weights
 from tools.rig import cluster
-from tools.rig.asker import running
 from tools.rig.packing import KINDS, compressed_tensors, pack, words
 
 DEMO = resource_dir("demo")
