@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -171,8 +170,7 @@ class ChatFormat(OpenAIFormat):
         return ChatReply.model_validate(reply)
 
     def first_events(self) -> Iterator[bytes]:
-        for i, answer in enumerate(self.answers):
-            answer.keeps = False
+        for i in range(len(self.answers)):
             first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
             chunk = self._chunk({"index": i, **first, "finish_reason": None})
             yield sse(chunk if i else chunk | self._prompt_ids(i))
@@ -185,17 +183,10 @@ class ChatFormat(OpenAIFormat):
         if extra and not parts:
             yield self._part(choice, {"delta": {"content": ""}}, **extra)
         for part in parts:
-            kind = part.block.kind
-            if kind == "call" or extra or self._continuous:
-                yield self._part(choice, {"delta": _message_delta(part)}, **extra)
-                extra = {}  # only the first chunk has them
-            else:
-                yield self.framed((choice, kind), part.text, partial(self._text, choice, kind))
+            yield self._part(choice, {"delta": _message_delta(part)}, **extra)
+            extra = {}  # only the first chunk has them
         if delta.finish_reason:
             yield self._part(choice, {"delta": {}}, reason=self._reason(choice))
-
-    def _text(self, choice: int, kind: str, text: str) -> bytes:
-        return self._part(choice, {"delta": {TEXT_FIELDS[kind]: text}})
 
     def _message(self, choice: int) -> dict[str, Any]:
         answer = self.answers[choice]
@@ -257,8 +248,7 @@ class CompletionFormat(OpenAIFormat):
         return CompletionReply.model_validate(reply)
 
     def first_events(self) -> Iterator[bytes]:
-        for i, answer in enumerate(self.answers):
-            answer.keeps = False
+        for i in range(len(self.answers)):
             yield from self._echo_chunks(i)
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
@@ -268,13 +258,11 @@ class CompletionFormat(OpenAIFormat):
             self._prompt_logprobs[choice] += delta.prompt_logprobs
             yield from self._echo_chunks(choice)
         ids = self._ids_field("token_ids", delta.token_ids)
-        if delta.logprobs or delta.finish_reason or ids or (text and self._continuous):
+        if delta.logprobs or delta.finish_reason or ids or text:
             logprobs = None
             if delta.logprobs:
                 logprobs = self._report(*self._answer_tokens(choice, scored_tokens(delta)))
             yield self._text(choice, text, logprobs, delta.finish_reason, **ids)
-        elif text:
-            yield self.framed(choice, text, partial(self._text, choice))
 
     def _echo(self, choice: int) -> str:
         texts = self.request.echo_texts

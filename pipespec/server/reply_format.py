@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,6 @@ from pipespec.text import Tokenizer
 
 # The key under which arguments are reported that are no JSON object, as the model wrote them.
 UNREADABLE = "unreadable_arguments"
-# In place of the text of an event, to find what surrounds it.
-SLOT = "\0slot"
 
 
 @dataclass
@@ -60,7 +58,6 @@ class AnswerBlocks:
     def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []
         self.undecided = 0  # tokens before the first block
-        self.keeps = True  # whether blocks keep their texts, beside those of calls
         self._tool_use = tool_use
         self._parser = tool_use.parser(tool_use.declared) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
@@ -112,13 +109,12 @@ class AnswerBlocks:
     def _add(self, kind: BlockKind, text: str) -> BlockDelta:
         if self.blocks and self.blocks[-1].kind == kind:
             block = self.blocks[-1]
-            if self.keeps or kind == "call":
-                block.pieces.append(text)
+            block.pieces.append(text)
             return BlockDelta(len(self.blocks) - 1, block, text, begins=False)
         return self._begin(Block(kind, sum(b.kind == kind for b in self.blocks)), text)
 
     def _begin(self, block: Block, text: str) -> BlockDelta:
-        if text and self.keeps:
+        if text:
             block.pieces.append(text)
         self.blocks.append(block)
         return BlockDelta(len(self.blocks) - 1, block, text, begins=True)
@@ -161,8 +157,6 @@ class ReplyFormat(ABC):
     media_type = "text/event-stream"
     # What a stream sends while its request waits; clients ignore it.
     keepalive = b": waiting\n\n"
-    # Makes the JSON of a text.
-    encode: Callable[[str], bytes] = staticmethod(to_json)
 
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
         self.request = request
@@ -172,7 +166,6 @@ class ReplyFormat(ABC):
         choices = request.sampling_params
         self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
         self.ends: list[OutputDelta | None] = [None for _ in choices]
-        self.frames: dict[Any, list[bytes]] = {}  # what surrounds the stream's texts
         self.num_tokens = 0
         self.num_reasoning = 0  # of them
         self.num_cached: int | None = None
@@ -184,14 +177,6 @@ class ReplyFormat(ABC):
 
     def wants_logprobs(self, choice: int) -> bool:
         return self.request.sampling_params[choice].logprobs is not None
-
-    def framed(self, key: Any, text: str, make: Callable[[str], bytes]) -> bytes:
-        """The event that `make` makes of a text. All of a key share the rest, so only the text is
-        encoded anew."""
-        if key not in self.frames:
-            self.frames[key] = make(SLOT).split(self.encode(SLOT))
-        head, tail = self.frames[key]
-        return b"%b%b%b" % (head, self.encode(text), tail)
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
         """Add a delta to its answer; what is new in the answer's blocks.

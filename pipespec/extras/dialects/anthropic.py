@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -297,7 +296,6 @@ class AnthropicFormat(ReplyFormat):
         return AnthropicReply.model_validate(reply | self._end())
 
     def first_events(self) -> Iterator[bytes]:
-        self.answers[0].keeps = False
         message = self.response().model_dump() | {"stop_reason": None}
         yield _event("message_start", message=message)
 
@@ -312,7 +310,7 @@ class AnthropicFormat(ReplyFormat):
             if part.text and block.kind == "call" and self._holds_calls:
                 yield self.keepalive
             elif part.text:
-                yield self.framed(index, part.text, partial(_piece, index, block))
+                yield _piece(index, block, part.text)
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self.answers[0].blocks:

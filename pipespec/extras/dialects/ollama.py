@@ -333,7 +333,6 @@ _json = partial(to_json, ensure_ascii=True)
 
 class OllamaFormat(ReplyFormat):
     media_type = "application/x-ndjson"
-    encode = staticmethod(_json)
 
     def __init__(self, *answered: Any, chat: bool):
         super().__init__(*answered)
@@ -371,22 +370,16 @@ class OllamaFormat(ReplyFormat):
         return reply.model_validate(self._shared | whole | self._end())
 
     def first_events(self) -> Iterator[bytes]:
-        self.answers[0].keeps = False
         return iter(())
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         for part in self.take(delta):
             if part.begins and part.index:
                 yield from self._whole_call(part.index - 1)
-            kind, text = part.block.kind, part.text
-            if kind == "reasoning":
-                yield self.framed(
-                    kind, text, lambda thought: self._line(self.part("", (), thought))
-                )
-            elif kind == "text" and (logprobs := self._new_logprobs()):
-                yield self._line(self.part(text) | logprobs)
-            elif kind == "text":
-                yield self.framed(kind, text, lambda text: self._line(self.part(text)))
+            if part.block.kind == "reasoning":
+                yield self._line(self.part("", (), part.text))
+            elif part.block.kind == "text":
+                yield self._line(self.part(part.text) | self._new_logprobs())
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self.answers[0].blocks:

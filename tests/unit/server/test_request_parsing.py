@@ -305,21 +305,6 @@ def test_cached_tokens_count_once_for_a_prompt_with_several_answers(
     assert shape.usage["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
-@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_stream_keeps_no_text_that_it_has_sent(
-    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
-) -> None:
-    ask = chat(running) if kind is ChatFormat else completion(running)
-    shape = kind(ask, running.served.tokenizer, "demo")
-    texts = ("a\n", '"\0é\u2028', "<b>")
-    deltas = [OutputDelta(0, text, (5,)) for text in texts]
-    sent = dialects.chunks([*shape.first_events(), *(e for d in deltas for e in shape.events(d))])
-    (*_, first, second, third) = (chunk["choices"][0] for chunk in sent)
-    found = [each.get("text") or each["delta"]["content"] for each in (first, second, third)]
-    assert found == [*texts]
-    assert shape.answers[0].text_of("text") == ""
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("wanted", [None, "include_usage", "continuous_usage_stats"])
 def test_usage_of_a_stream_is_reported_as_its_options_say(
