@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import BaseModel
-
 from pipespec.errors import (
     ConfigError,
     GrammarError,
@@ -37,17 +35,6 @@ MESSAGES = {
     "string_too_short": "should have {min_length} or more characters",
     "string_too_long": "should have {max_length} characters at most",
 }
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    error: ErrorDetail
 
 
 class ApiError(Exception):

@@ -21,14 +21,14 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
-from pipespec.server.dialect import body_routes, dialects, error_format, error_reply, public_routes
+from pipespec.server.dialect import body_routes, dialects, error_reply, public_routes
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, Check, HostCheck, OriginCheck
 from pipespec.server.openai_serving import JSON, REQUEST_NUMBER, OpenAIServing
 from pipespec.server.options import ANY, ServerOptions, normal_origin
-from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
 
+# What /openapi.json says of the statuses that every route may have.
 FAILURES = {
     400: "A field is wrong or not supported",
     401: "The API key is missing or wrong",
@@ -51,7 +51,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
         title="pipespec",
         version=importlib.metadata.version("pipespec"),
         middleware=_middleware(serving.options),
-        responses=failures("/"),
+        responses={status: {"description": why} for status, why in FAILURES.items()},
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
@@ -99,17 +99,11 @@ def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, route in body_routes().items():
         endpoint = _endpoint(serving, path)
         content: dict[str, Any] = {route.format.media_type: {}} if route.format else {}
-        replies = failures(path) | {200: {"model": route.reply, "content": content}}
-        app.post(path, response_model=None, responses=replies)(endpoint)
+        app.post(path, response_model=None, responses={200: {"content": content}})(endpoint)
         if path.endswith("/completions"):  # some clients leave the version out
             app.post(path.removeprefix("/v1"), include_in_schema=False, response_model=None)(
                 endpoint
             )
-
-
-def failures(path: str) -> dict[int | str, dict[str, Any]]:
-    model = error_format(path).model
-    return {code: {"model": model, "description": text} for code, text in FAILURES.items()}
 
 
 def _endpoint(serving: OpenAIServing, path: str) -> Any:
@@ -141,9 +135,10 @@ def _add_other_routes(app: FastAPI, serving: OpenAIServing) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/requests/{request}/cancel")
-    async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> CancelReply:
+    async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> dict[str, int]:
+        """Cancel a request, which ends once the head is notified."""
         await serving.cancel(request)
-        return CancelReply(cancelled=request)
+        return {"cancelled": request}
 
 
 def _add_error_handlers(app: FastAPI) -> None:

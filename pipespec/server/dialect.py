@@ -8,16 +8,14 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fastapi import FastAPI
-from pydantic import BaseModel
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.server import response_schema
-from pipespec.server.api_errors import ApiError, ErrorReply
+from pipespec.server.api_errors import ApiError
 from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.reply_format import ReplyFormat
 from pipespec.server.request_schema import (
@@ -105,19 +103,10 @@ class DialectBody(RequestBody):
 
 @dataclass(frozen=True)
 class BodyRoute:
-    """A route for POST: the models of a request and of a whole reply, and what makes the replies if
-    text is generated."""
+    """A route for POST: the model of a request, and what makes the replies if text is generated."""
 
     body: type[RequestBody]
-    reply: type[BaseModel]
     format: type[ReplyFormat] | None = None
-
-
-class ErrorFormat(NamedTuple):
-    """The model of errors, and what makes the body of one."""
-
-    model: type[BaseModel] = ErrorReply
-    body: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
 
 
 @dataclass(frozen=True)
@@ -126,24 +115,22 @@ class Dialect:
 
     Attributes:
         routes: those that take a body, by their paths.
-        errors: how errors are written, by the beginning of the path.
+        errors: what makes the body of an error, by the beginning of the path.
         public_routes: need no key and no cluster, and so are there while it loads.
         mount: adds further routes to a server whose cluster is ready, with its `OpenAIServing`.
     """
 
     routes: Mapping[str, BodyRoute] = field(default_factory=dict)
-    errors: Mapping[str, ErrorFormat] = field(default_factory=dict)
+    errors: Mapping[str, Callable[[ApiError], dict[str, Any]]] = field(default_factory=dict)
     public_routes: Sequence[BaseRoute] = ()
     mount: Callable[[FastAPI, Any], None] | None = None
 
 
 OPENAI: Mapping[str, BodyRoute] = {
-    "/v1/chat/completions": BodyRoute(ChatRequest, response_schema.ChatReply, ChatFormat),
-    "/v1/completions": BodyRoute(
-        CompletionRequest, response_schema.CompletionReply, CompletionFormat
-    ),
-    "/tokenize": BodyRoute(TokenizeRequest, response_schema.TokenizeReply),
-    "/detokenize": BodyRoute(DetokenizeRequest, response_schema.DetokenizeReply),
+    "/v1/chat/completions": BodyRoute(ChatRequest, ChatFormat),
+    "/v1/completions": BodyRoute(CompletionRequest, CompletionFormat),
+    "/tokenize": BodyRoute(TokenizeRequest),
+    "/detokenize": BodyRoute(DetokenizeRequest),
 }
 # The modules that have a `DIALECT`.
 MODULES = ("dialects.responses", "dialects.anthropic", "dialects.ollama", "pages.routes")
@@ -171,10 +158,7 @@ def public_routes() -> list[BaseRoute]:
     return [route for dialect in dialects() for route in dialect.public_routes]
 
 
-def error_format(path: str) -> ErrorFormat:
-    formats = (each for dialect in dialects() for each in dialect.errors.items())
-    return next((made for beginning, made in formats if path.startswith(beginning)), ErrorFormat())
-
-
 def error_reply(path: str, error: ApiError) -> JSONResponse:
-    return JSONResponse(error_format(path).body(error), error.status, error.headers)
+    formats = (each for dialect in dialects() for each in dialect.errors.items())
+    made = (make(error) for beginning, make in formats if path.startswith(beginning))
+    return JSONResponse(next(made, error.body), error.status, error.headers)

@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from pydantic import BaseModel
-
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
-from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, sse
-from pipespec.server.response_schema import ChatReply, CompletionReply
+from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, given, sse
 from pipespec.text import (
     REPLACEMENT,
     Tokenizer,
@@ -149,25 +146,23 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
 
-    def response(self) -> BaseModel:
+    def response(self) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
                 "message": self._message(i),
                 "logprobs": self._reported(i, self._logprobs[i]),
                 "finish_reason": self._reason(i),
-                "token_ids": self._ids(self._token_ids[i]),
+                **given(token_ids=self._ids(self._token_ids[i])),
             }
             for i in range(len(self.answers))
         ]
-        reply = {
-            **self.shared,
-            "choices": choices,
-            "usage": self.usage,
-            "prompt_logprobs": self._prompt_report(0),
-            "prompt_token_ids": self._ids(self.request.prompts[0]),
-        }
-        return ChatReply.model_validate(reply)
+        about_prompt = given(
+            prompt_logprobs=self._prompt_report(0),
+            prompt_token_ids=self._ids(self.request.prompts[0]),
+        )
+        reply = {"object": "chat.completion", "choices": choices, "usage": self.usage}
+        return {**self.shared, **reply, **about_prompt}
 
     def first_events(self) -> Iterator[bytes]:
         for i in range(len(self.answers)):
@@ -192,13 +187,18 @@ class ChatFormat(OpenAIFormat):
         answer = self.answers[choice]
         text, thought = answer.text_of("text"), answer.text_of("reasoning")
         calls = [
-            {"id": call.id, "function": {"name": call.name, "arguments": call.text}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.text},
+            }
             for call in answer.calls
         ]
         return {
+            "role": "assistant",
             "content": text or (None if calls else ""),
-            "reasoning_content": thought or None,
-            "tool_calls": calls or None,
+            "refusal": None,
+            **given(reasoning_content=thought or None, tool_calls=calls or None),
         }
 
     def _reason(self, choice: int) -> Any:
@@ -231,21 +231,23 @@ class CompletionFormat(OpenAIFormat):
         ]
         self._begun = [False for _ in self.answers]  # whether a chunk was sent
 
-    def response(self) -> BaseModel:
+    def response(self) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
                 "text": self._echo(i) + answer.text_of("text"),
                 "logprobs": self._all_logprobs(i),
                 "finish_reason": self._reason(i),
-                "prompt_logprobs": self._prompt_report(i),
-                "prompt_token_ids": self._ids(self.request.prompt_of(i)),
-                "token_ids": self._ids(self._token_ids[i]),
+                **given(
+                    prompt_logprobs=self._prompt_report(i),
+                    prompt_token_ids=self._ids(self.request.prompt_of(i)),
+                    token_ids=self._ids(self._token_ids[i]),
+                ),
             }
             for i, answer in enumerate(self.answers)
         ]
-        reply = {**self.shared, "choices": choices, "usage": self.usage}
-        return CompletionReply.model_validate(reply)
+        reply = {"object": self.chunk_object, "choices": choices, "usage": self.usage}
+        return self.shared | reply
 
     def first_events(self) -> Iterator[bytes]:
         for i in range(len(self.answers)):
@@ -347,7 +349,8 @@ def scored_tokens(delta: OutputDelta) -> list[tuple[int, TokenLogprobs]]:
 
 
 def token_logprob(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-    """What a reply reports of a token (`response_schema.TokenLogprob`)."""
+    """What a reply reports of a token: its text, log-probability and bytes, and those of the most
+    probable ones."""
     own, *top = (
         {
             "token": token_text(tokenizer, id_),

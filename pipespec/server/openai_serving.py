@@ -39,7 +39,6 @@ from pipespec.server.preparation import (
     check_model,
 )
 from pipespec.server.request_parsing import RequestDefaults
-from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
 from pipespec.server.response_stream import (
     AdmissionQueue,
     CompletionEvents,
@@ -124,8 +123,6 @@ class OpenAIServing:
         else:
             reply = await full_response(stream, formatter, request)
         reply.headers[REQUEST_NUMBER] = str(stream.numbers[0])
-        if prepared.warning:
-            reply.headers["Warning"] = f'299 pipespec "{prepared.warning}"'
         return reply
 
     async def _prepare(self, path: str, request: Request) -> PreparedRequest | bytes:
@@ -245,35 +242,37 @@ class OpenAIServing:
 
     # --- models and tokens --------------------------------------------------------------------
 
-    async def models(self) -> ModelList:
+    async def models(self) -> dict[str, Any]:
         """The names under which the model is served."""
-        return ModelList(data=[self._model_card(name) for name in self.options.names])
+        return {"object": "list", "data": [self._model_card(name) for name in self.options.names]}
 
-    async def model(self, name: str) -> ModelCard:
-        """The model of this name."""
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model of this name; `max_model_len` counts tokens of prompt and answer."""
         check_model(self.options.names, name)
         return self._model_card(name)
 
-    def _model_card(self, name: str) -> ModelCard:
-        return ModelCard(
-            id=name,
-            created=int(self.client.running.started),
-            owned_by="pipespec",
-            root=self.options.names[0],
-            max_model_len=self.client.served.context,
-        )
+    def _model_card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self.client.running.started),
+            "owned_by": "pipespec",
+            "root": self.options.names[0],
+            "parent": None,
+            "max_model_len": self.client.served.context,
+        }
 
-    async def tokenizer_info(self) -> TokenizerInfo:
+    async def tokenizer_info(self) -> dict[str, Any]:
         """The vocabulary, special tokens and chat template of the model."""
         served = self.client.served
-        return TokenizerInfo(
-            vocab_size=served.vocab_size,
-            model_max_length=served.context,
-            eos_token_ids=list(served.eos),
-            eos_tokens=[token_text(served.tokenizer, token) for token in served.eos],
-            chat_template=served.chat_template(),
-            special_tokens=dict(served.tokenizer.special_tokens),
-        )
+        return {
+            "vocab_size": served.vocab_size,
+            "model_max_length": served.context,
+            "eos_token_ids": served.eos,
+            "eos_tokens": [token_text(served.tokenizer, token) for token in served.eos],
+            "chat_template": served.chat_template(),
+            "special_tokens": dict(served.tokenizer.special_tokens),
+        }
 
     # --- monitoring ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, validation_failed
@@ -33,8 +34,6 @@ from pipespec.server.request_schema import (
     GenerationRequest,
     TokenizeRequest,
 )
-from pipespec.server.response_format import GUIDED
-from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
 from pipespec.text import decode
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -50,15 +49,14 @@ PREVIEW_TOKENS = 40
 @dataclass(frozen=True)
 class PreparedRequest:
     """A request for text, and how it is to be answered: under which name of the model, whether as a
-    stream, with what options of the format, and with what warning, a sentence, if any. `preview` is
-    the beginning of the last message of the user, or of the prompt."""
+    stream, and with what options of the format. `preview` is the beginning of the last message of
+    the user, or of the prompt."""
 
     parsed: ParsedRequest
     model: str | None
     stream: bool
     options: Mapping[str, Any] = field(default_factory=dict)
     preview: str = ""
-    warning: str = ""
 
 
 # A text: the request cannot be prepared without what was kept under this id; bytes: the reply.
@@ -181,10 +179,8 @@ class Preparer:
         parsed = self._parser.parse(fields, clamps=made.clamps)
         if made.stream and parsed.reasoning is not None:
             parsed = replace(parsed, reasoning=parsed.reasoning.for_stream())
-        old = [name for name in GUIDED if getattr(fields, name) is not None]
-        warning = f"{old[0]} has been replaced; use structured_outputs." if old else ""
         preview = self._preview(fields)
-        return PreparedRequest(parsed, fields.model, made.stream, made.options, preview, warning)
+        return PreparedRequest(parsed, fields.model, made.stream, made.options, preview)
 
     def _preview(self, fields: GenerationRequest) -> str:
         text: str | list[int] = ""
@@ -226,15 +222,13 @@ class Preparer:
         strings = None
         if fields.return_token_strs:
             strings = [served.tokenizer.convert_ids_to_tokens(token) or "" for token in ids]
-        reply = TokenizeReply(
-            count=len(ids), max_model_len=served.context, tokens=ids, token_strs=strings
-        )
-        return reply.model_dump_json().encode()
+        counts = {"count": len(ids), "max_model_len": served.context}
+        return to_json({**counts, "tokens": ids, "token_strs": strings})
 
     def _detokenize(self, fields: DetokenizeRequest) -> bytes:
         self._parser.check_tokens(fields.tokens, "tokens")
         text = decode(self._served.tokenizer, fields.tokens, special=True)
-        return DetokenizeReply(prompt=text, content=text).model_dump_json().encode()
+        return to_json({"prompt": text, "content": text})  # vLLM's name and llama.cpp's
 
 
 def check_model(names: Sequence[str], name: str | None) -> None:

@@ -7,9 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from pipespec.core import TokenLogprobs
@@ -17,10 +16,10 @@ from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.reasoning import ReasoningUse
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.response_schema import FinishReason
 from pipespec.server.tool_parsers.tool_parser import BlockKind, Piece
 from pipespec.text import Tokenizer
 
+FinishReason = Literal["stop", "length", "tool_calls"]
 # The key under which arguments are reported that are no JSON object, as the model wrote them.
 UNREADABLE = "unreadable_arguments"
 
@@ -209,7 +208,7 @@ class ReplyFormat(ABC):
         self.take(delta)
 
     @abstractmethod
-    def response(self) -> BaseModel:
+    def response(self) -> dict[str, Any]:
         """The whole reply, of all deltas that were added."""
 
     @abstractmethod
@@ -227,6 +226,11 @@ class ReplyFormat(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that fails, after its status was sent."""
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that a reply has: those that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def sse(data: Any, event: str = "") -> bytes:

@@ -22,7 +22,7 @@ from pipespec.server.chat_prompt import (
 )
 from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
-from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
+from pipespec.server.response_format import OutputConstraint, output_constraint
 from pipespec.text import decode
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
@@ -263,8 +263,7 @@ class RequestParser:
         """The same with answers that must match `constraint`; if it is None, that of the body, and
         else that of the cluster. Raises ApiError."""
         if constraint is None:
-            guided = {name: getattr(body, name) for name in GUIDED}
-            constraint = output_constraint(body.response_format, body.structured_outputs, guided)
+            constraint = output_constraint(body.response_format, body.structured_outputs)
         if constraint is not None:
             grammar, described = constraint.grammar(self._grammars), constraint.param
         elif grammar := self._defaults.sampling.grammar:

@@ -40,6 +40,8 @@ OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
+# Refused fields that are schemas: any JSON matches an empty one, which so is a constraint.
+SCHEMAS = ("json_schema", "guided_json")
 # Fields that are not supported: why, and the values without effect. These are accepted, as are
 # null, false and empty ones.
 Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
@@ -53,7 +55,8 @@ def refused(why: str, *names: str) -> Refused:
 UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
-    **refused(OLD_STRUCTURED, "guided_whitespace_pattern", "grammar", "json_schema", "regex"),
+    **refused(OLD_STRUCTURED, *SCHEMAS, "guided_regex", "guided_choice", "guided_grammar"),
+    **refused(OLD_STRUCTURED, "guided_whitespace_pattern", "grammar", "regex"),
     "audio": (NO_MEDIA, ()),
     "modalities": (NO_MEDIA, (["text"],)),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
@@ -79,8 +82,7 @@ def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
     for name, (why, neutral) in refused.items():
         value = given.get(name)
         off = value is False and True not in neutral
-        # An empty schema is a constraint: any JSON matches it.
-        empty = value is None or off or value in ("", []) or (value == {} and name != "json_schema")
+        empty = value is None or off or value in ("", []) or (value == {} and name not in SCHEMAS)
         if not empty and value not in neutral:
             raise invalid_field(f"{name} {why}; leave it out.", "unsupported_field")
 
@@ -206,10 +208,6 @@ class GenerationRequest(RequestBody):
     prompt_logprobs: LogprobCount = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str] | None, Field(min_length=1)] = None
-    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -102,35 +102,24 @@ class OutputConstraint:
             raise invalid_field(f"{self.param} cannot be followed: {error}.") from None
 
 
-# vLLM's older names of what is in structured_outputs now.
-GUIDED = tuple(f"guided_{kind}" for kind in GRAMMARS)
-
-
 def output_constraint(
-    response_format: ResponseFormat | None,
-    outputs: StructuredOutputs | None,
-    guided: Mapping[str, Any],
+    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> OutputConstraint | None:
-    """The constraint of a request that has these fields, the older ones (`guided`) by their names;
-    None: any text. Raises ApiError."""
-    given: dict[str, tuple[str, Any]] = {}  # the kind of a grammar and its value, by field
-    if response_format is not None and response_format.type != "text":
-        given["response_format"] = "json", response_format.effective_schema
+    """The constraint of a request that has these fields; None: any text. Raises ApiError."""
+    formatted = response_format is not None and response_format.type != "text"
+    if formatted and outputs is not None:
+        raise invalid_field(
+            "response_format and structured_outputs are given, but an answer matches one of them; "
+            "leave the other out.",
+            param="structured_outputs",
+        )
     if outputs is not None:
         name = outputs.given[0]
         value = ANY_OBJECT if name == "json_object" else getattr(outputs, name)
-        given["structured_outputs"] = name.partition("_")[0], value
-    for name, value in guided.items():
-        if value is not None:
-            given[name] = name.removeprefix("guided_"), value
-    if len(given) > 1:
-        raise invalid_field(
-            f"{' and '.join(given)} are given, but an answer matches one of them; leave the others "
-            "out.",
-            param=[*given][1],
-        )
-    for name, (kind, value) in given.items():
-        return OutputConstraint(name, GRAMMARS[kind], value)
+        return OutputConstraint("structured_outputs", GRAMMARS[name.partition("_")[0]], value)
+    if response_format is not None and formatted:
+        schema = response_format.effective_schema
+        return OutputConstraint("response_format", GRAMMARS["json"], schema)
     return None
 
 

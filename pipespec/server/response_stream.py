@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,9 +25,8 @@ from pipespec.core import Request
 from pipespec.errors import PipespecError
 from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
-from pipespec.server.reply_format import OutputDelta, ReplyFormat
+from pipespec.server.reply_format import FinishReason, OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.response_schema import FinishReason
 from pipespec.text import FinalText, Tokenizer, special_markers
 
 # A connection sends something at least this often while its request waits.
@@ -278,7 +278,7 @@ async def full_response(
             await stream.close()
 
 
-async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:
+async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> bytes:
     async for delta in stream.deltas(KEEPALIVE_S):
         if delta is not None:
             reply_format.add(delta)
@@ -288,8 +288,8 @@ async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:
     return _to_json(reply_format)
 
 
-def _to_json(reply_format: ReplyFormat) -> str:
-    return reply_format.response().model_dump_json()
+def _to_json(reply_format: ReplyFormat) -> bytes:
+    return to_json(reply_format.response())
 
 
 async def _until_disconnected(request: HttpRequest) -> None:

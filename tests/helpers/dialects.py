@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.core import SamplingParams
@@ -87,4 +89,4 @@ def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
     """The whole reply, as JSON."""
     for delta in answer:
         reply_format.add(delta)
-    return json.loads(reply_format.response().model_dump_json())
+    return json.loads(to_json(reply_format.response()))

@@ -257,11 +257,11 @@ def test_serve_imports_no_torch(small: tuple[Sandbox, Server]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_openapi_describes_the_actual_replies(
+def test_openapi_describes_requests_and_statuses(
     small: tuple[Sandbox, Server], tmp_path: Path
 ) -> None:
-    """Schemathesis asks what /openapi.json allows, and what it does not: no 5xx, and every reply
-    has a shape that is described. What several fields together allow no description says."""
+    """Schemathesis asks what /openapi.json allows, and what it does not: no 5xx, and every status
+    is described. What several fields together allow no description says."""
     url = f"{small[1].url}/openapi.json"
     done = subprocess.run(
         [

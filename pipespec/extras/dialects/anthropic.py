@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from pipespec.client.chat_template import text_part
 from pipespec.extras.dialects.translation import (
@@ -26,7 +26,7 @@ from pipespec.extras.dialects.translation import (
 )
 from pipespec.limits import MAX_COUNT
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -240,39 +240,12 @@ class MessagesRequest(CountTokensRequest):
 
 # --- replies ----------------------------------------------------------------------------------
 
-StopReason = Literal[
-    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
-]
 # The type of a block's deltas, and the field that has the text.
 DELTAS = {
     "call": ("input_json_delta", "partial_json"),
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
 }
-
-
-class AnthropicUsage(BaseModel):
-    """Token counts; `input_tokens` are those that were not in the prefix cache."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class AnthropicReply(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[Annotated[TextPart | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class TokenCount(BaseModel):
-    input_tokens: int
 
 
 class AnthropicFormat(ReplyFormat):
@@ -290,14 +263,19 @@ class AnthropicFormat(ReplyFormat):
         # Without a grammar the model may write arguments that no client can read.
         self._holds_calls = not self.request.sampling_params[0].grammar
 
-    def response(self) -> BaseModel:
-        content = [_content(block, whole=True) for block in self.answers[0].blocks]
-        reply = {"id": self.id, "model": self.model, "content": content, "usage": self._usage()}
-        return AnthropicReply.model_validate(reply | self._end())
+    def response(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [_content(block, whole=True) for block in self.answers[0].blocks],
+            "usage": self._usage(),
+            **self._end(),
+        }
 
     def first_events(self) -> Iterator[bytes]:
-        message = self.response().model_dump() | {"stop_reason": None}
-        yield _event("message_start", message=message)
+        yield _event("message_start", message=self.response() | {"stop_reason": None})
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         for part in self.take(delta):
@@ -340,6 +318,7 @@ class AnthropicFormat(ReplyFormat):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, int]:
+        """Token counts; `input_tokens` are those that were not in the prefix cache."""
         cached = self.num_cached or 0
         return {
             "input_tokens": self.request.prompt_tokens - cached,
@@ -380,11 +359,6 @@ ERROR_TYPES = {
 }
 
 
-class AnthropicError(BaseModel):
-    type: Literal["error"] = "error"
-    error: dict[Literal["type", "message"], str]
-
-
 def error_body(error: ApiError) -> dict[str, Any]:
     failed = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     usual = "api_error" if failed else "invalid_request_error"
@@ -395,8 +369,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 MESSAGES = "/v1/messages"
 DIALECT = Dialect(
     routes={
-        MESSAGES: BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat),
-        f"{MESSAGES}/count_tokens": BodyRoute(CountTokensRequest, TokenCount),
+        MESSAGES: BodyRoute(MessagesRequest, AnthropicFormat),
+        f"{MESSAGES}/count_tokens": BodyRoute(CountTokensRequest),
     },
-    errors={MESSAGES: ErrorFormat(AnthropicError, error_body)},
+    errors={MESSAGES: error_body},
 )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 from pydantic_core import to_json
 
 from pipespec.client.model_info import ModelInfo
@@ -22,8 +22,7 @@ from pipespec.extras.dialects.translation import call_of, schema_format
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.app import failures
-from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import TEXT_PART, RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import OpenAIServing
@@ -38,7 +37,6 @@ from pipespec.server.request_schema import (
     refuse_fields,
     refused,
 )
-from pipespec.server.response_schema import OMIT_NONE
 from pipespec.timing.clock import monotonic_ns
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
@@ -46,36 +44,12 @@ from pipespec.timing.clock import monotonic_ns
 ARCHITECTURE = "pipespec"
 
 
-class ModelDetails(BaseModel):
-    """What is known of a model's weights: nothing, as hosts may hold them in different formats."""
-
-    parent_model: str = ""
-    format: str = ""
-    family: str = ""
-    families: list[str] | None = None
-    parameter_size: str = ""
-    quantization_level: str = ""
-
-
-class ListedModel(BaseModel):
-    name: str
-    model: str
-    modified_at: str
-    expires_at: str = "9999-12-31T23:59:59Z"  # it stays loaded
-    context_length: int
-    details: ModelDetails = Field(default_factory=ModelDetails)
-
-
-class TagsReply(BaseModel):
-    models: list[ListedModel]
-
-
-class ShowReply(BaseModel):
-    template: str
-    parameters: str = ""
-    details: ModelDetails
-    model_info: dict[str, Any]
-    capabilities: list[str]
+# What is known of a model's weights: nothing, as hosts may hold them in different formats.
+DETAILS = {
+    **dict.fromkeys(("parent_model", "format", "family", "parameter_size"), ""),
+    "families": None,
+    "quantization_level": "",
+}
 
 
 class ShowRequest(DialectBody):
@@ -89,9 +63,14 @@ class ShowRequest(DialectBody):
         return Translation({"model": self.model}, reply=_show_reply)
 
 
-def tags_reply(names: Sequence[str], started: float, context: int) -> TagsReply:
-    shared: Any = {"modified_at": rfc3339(started), "context_length": context}
-    return TagsReply(models=[ListedModel(name=name, model=name, **shared) for name in names])
+def tags_reply(names: Sequence[str], started: float, context: int) -> dict[str, Any]:
+    shared = {
+        "modified_at": rfc3339(started),
+        "expires_at": "9999-12-31T23:59:59Z",  # it stays loaded
+        "context_length": context,
+        "details": DETAILS,
+    }
+    return {"models": [{"name": name, "model": name, **shared} for name in names]}
 
 
 def _show_reply(served: ModelInfo) -> bytes:
@@ -101,13 +80,14 @@ def _show_reply(served: ModelInfo) -> bytes:
         "thinking": reasoning_use(template, "") is not None,
     }
     known = {"general.architecture": ARCHITECTURE}
-    reply = ShowReply(
-        template=template,
-        details=ModelDetails(),
-        model_info=known | {f"{ARCHITECTURE}.context_length": served.context},
-        capabilities=["completion", *(name for name, is_able in able.items() if is_able)],
-    )
-    return reply.model_dump_json().encode()
+    reply = {
+        "template": template,
+        "parameters": "",
+        "details": DETAILS,
+        "model_info": known | {f"{ARCHITECTURE}.context_length": served.context},
+        "capabilities": ["completion", *(name for name, is_able in able.items() if is_able)],
+    }
+    return to_json(reply)
 
 
 def rfc3339(seconds: float) -> str:
@@ -294,39 +274,6 @@ def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     return Translation({"model": model}, reply=lambda _: reply)
 
 
-class OllamaAnswer(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    thinking: str | None = OMIT_NONE
-    tool_calls: list[OllamaCall] | None = OMIT_NONE
-
-
-class OllamaReply(BaseModel):
-    """The fields that all replies share. Durations are in nanoseconds; `load_duration` is 0, as the
-    model is loaded before."""
-
-    model: str
-    created_at: str
-    done: Literal[True] = True
-    done_reason: Literal["stop", "length", "load"]
-    total_duration: int | None = OMIT_NONE
-    load_duration: int | None = OMIT_NONE
-    prompt_eval_count: int | None = OMIT_NONE
-    prompt_eval_duration: int | None = OMIT_NONE
-    eval_count: int | None = OMIT_NONE
-    eval_duration: int | None = OMIT_NONE
-    logprobs: list[dict[str, Any]] | None = OMIT_NONE
-
-
-class OllamaChatReply(OllamaReply):
-    message: OllamaAnswer
-
-
-class OllamaGenerateReply(OllamaReply):
-    response: str
-    thinking: str | None = OMIT_NONE
-
-
 # In ASCII: the clients split lines at separators of Unicode too.
 _json = partial(to_json, ensure_ascii=True)
 
@@ -363,11 +310,10 @@ class OllamaFormat(ReplyFormat):
         self._logprobs += [token_logprob(self.tokenizer, *each) for each in scored_tokens(delta)]
         return super().take(delta)
 
-    def response(self) -> BaseModel:
+    def response(self) -> dict[str, Any]:
         answer = self.answers[0]
         whole = self.part(answer.text_of("text"), answer.calls, answer.text_of("reasoning"))
-        reply = OllamaChatReply if self._chat else OllamaGenerateReply
-        return reply.model_validate(self._shared | whole | self._end())
+        return self._shared | whole | self._end()
 
     def first_events(self) -> Iterator[bytes]:
         return iter(())
@@ -399,6 +345,7 @@ class OllamaFormat(ReplyFormat):
         return {"logprobs": new} if new else {}
 
     def _end(self) -> dict[str, Any]:
+        """Durations are in nanoseconds; the model is loaded before."""
         end_ns, (end,) = monotonic_ns(), self.ends
         first_ns = self._first_ns or end_ns
         return {
@@ -417,19 +364,15 @@ class OllamaFormat(ReplyFormat):
         return _json({**self._shared, "done": False, **fields}) + b"\n"
 
 
-class OllamaError(BaseModel):
-    error: str
-
-
 def mount(app: FastAPI, serving: OpenAIServing) -> None:
-    @app.get("/api/ps", responses=failures("/api/ps"))
-    @app.get("/api/tags", responses=failures("/api/tags"))
-    async def tags() -> TagsReply:
+    @app.get("/api/ps")
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
         """The names under which the model is served and loaded, for Ollama's clients."""
         running = serving.client.running
         return tags_reply(serving.options.names, running.started, running.served.context)
 
-    @app.get("/api/version", responses=failures("/api/version"))
+    @app.get("/api/version")
     async def version() -> dict[str, str]:
         """The version of pipespec, not of an Ollama."""
         return {"version": app.version}
@@ -437,10 +380,10 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
 
 DIALECT = Dialect(
     routes={
-        "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaFormat),
-        "/api/generate": BodyRoute(OllamaGenerateRequest, OllamaGenerateReply, OllamaFormat),
-        "/api/show": BodyRoute(ShowRequest, ShowReply),
+        "/api/chat": BodyRoute(OllamaChatRequest, OllamaFormat),
+        "/api/generate": BodyRoute(OllamaGenerateRequest, OllamaFormat),
+        "/api/show": BodyRoute(ShowRequest),
     },
-    errors={"/api/": ErrorFormat(OllamaError, lambda error: {"error": error.message})},
+    errors={"/api/": lambda error: {"error": error.message}},
     mount=mount,
 )

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, Tag, model_validator
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,6 @@ from pipespec.extras.dialects.translation import (
 )
 from pipespec.limits import MAX_COUNT
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.app import failures
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
@@ -61,7 +60,6 @@ from pipespec.server.request_schema import (
     Refused,
     refused,
 )
-from pipespec.server.response_schema import CompletionTokensDetails
 
 NO_SERVICE = "is not supported: this server has no such service"
 LOGPROBS = "message.output_text.logprobs"
@@ -328,54 +326,6 @@ EVENTS = {
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class InputTokensDetails(BaseModel):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class ResponsesUsage(BaseModel):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: CompletionTokensDetails
-    total_tokens: int
-
-
-class ResponseFailure(BaseModel):
-    code: str
-    message: str
-
-
-class ResponsesReply(BaseModel):
-    """The reply of POST /v1/responses. `output` are items of type reasoning, message and
-    function_call."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None
-    status: Status
-    background: Literal[False] = False
-    error: ResponseFailure | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    reasoning: dict[str, Any]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int | None
-    top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponsesUsage | None
-
-
 class ResponsesFormat(ReplyFormat):
     """The replies of /v1/responses.
 
@@ -407,7 +357,7 @@ class ResponsesFormat(ReplyFormat):
         # Neither has line breaks.
         return self.id, to_json(self.response()) + b"\n" + messages
 
-    def response(self) -> BaseModel:
+    def response(self) -> dict[str, Any]:
         return self._reply(self._end_status)
 
     # --- streams ------------------------------------------------------------------------------
@@ -436,7 +386,7 @@ class ResponsesFormat(ReplyFormat):
         code = "server_error"
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
             code = "invalid_prompt"
-        failure = ResponseFailure(code=code, message=error.message)
+        failure = {"code": code, "message": error.message}
         yield self._event("response.failed", response=self._reply("failed", failure))
 
     # --- items --------------------------------------------------------------------------------
@@ -508,37 +458,42 @@ class ResponsesFormat(ReplyFormat):
         (end,) = self.ends
         return "incomplete" if end and end.finish_reason == "length" else "completed"
 
-    def _reply(self, status: Status, failure: ResponseFailure | None = None) -> ResponsesReply:
+    def _reply(self, status: Status, failure: dict[str, str] | None = None) -> dict[str, Any]:
         blocks = self.answers[0].blocks
         statuses: list[Status] = ["completed" for _ in blocks]
         if blocks and status == "incomplete":
             statuses[-1] = status
         sampling = self.request.sampling_params[0]
         ended = status in ("completed", "incomplete")
-        return ResponsesReply(
-            id=self.id,
-            created_at=self.created,
-            completed_at=self._completed_at if status == "completed" else None,
-            status=status,
-            error=failure,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            model=self.model,
-            output=[self._item(i, blocks[i], statuses[i]) for i in range(len(blocks))],
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            usage=self._usage() if ended else None,
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": self._completed_at if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": failure,
+            "incomplete_details": cut,
+            "model": self.model,
+            "output": [self._item(i, blocks[i], statuses[i]) for i in range(len(blocks))],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
             **self._echo,
-        )
+        }
 
-    def _usage(self) -> ResponsesUsage:
+    def _usage(self) -> dict[str, Any]:
         prompt = self.request.prompt_tokens
-        return ResponsesUsage(
-            input_tokens=prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
-            output_tokens=self.num_tokens,
-            output_tokens_details=CompletionTokensDetails(reasoning_tokens=self.num_reasoning),
-            total_tokens=prompt + self.num_tokens,
-        )
+        cached = {"cached_tokens": self.num_cached or 0, "cache_write_tokens": 0}
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": cached,
+            "output_tokens": self.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "total_tokens": prompt + self.num_tokens,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
@@ -575,21 +530,14 @@ def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
 # --- responses that are kept ------------------------------------------------------------------
 
 
-class DeletedResponse(BaseModel):
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
-
-
 def missing(response: str) -> str:
     return f"There is no response {response[:100]!r}, or it is not kept any more"
 
 
 def mount(app: FastAPI, serving: OpenAIServing) -> None:
     path = "/v1/responses/{response}"
-    replies = failures(path)
 
-    @app.get(path, response_model=None, responses=replies | {200: {"model": ResponsesReply}})
+    @app.get(path, response_model=None)
     async def retrieve_response(request: Request, response: str, stream: bool = False) -> Response:
         """A response that was made before, for as long as it can be continued."""
         if stream:
@@ -600,15 +548,15 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
         return Response(found.partition(b"\n")[0], media_type=JSON)
 
-    @app.delete(path, responses=replies)
-    async def delete_response(request: Request, response: str) -> DeletedResponse:
+    @app.delete(path)
+    async def delete_response(request: Request, response: str) -> dict[str, Any]:
         """Keep a response no longer: it cannot be fetched or continued."""
         if not await serving.kept(request, response, forget=True):
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
-        return DeletedResponse(id=response)
+        return {"id": response, "object": "response", "deleted": True}
 
 
 DIALECT = Dialect(
-    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat)},
+    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesFormat)},
     mount=mount,
 )

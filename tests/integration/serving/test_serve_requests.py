@@ -112,22 +112,6 @@ def test_reachable_server_without_api_key_warns_in_one_line(
     assert err.count("\n") == err.count(expected) == int(not key)
 
 
-# --- forms and seeds --------------------------------------------------------------------------
-
-
-def test_older_name_of_a_constraint_is_honoured_with_a_warning(server: Server) -> None:
-    body = {"prompt": "Once", "guided_regex": "[ab]{3}", "max_tokens": 8}
-    for stream in (False, True):
-        reply = server.http.post("/v1/completions", json=body | {"stream": stream})
-        assert reply.headers["warning"].startswith('299 pipespec "guided_regex has been replaced')
-    told = server.http.post("/v1/completions", json=body).json()
-    assert re.fullmatch("[ab]{3}", told["choices"][0]["text"])
-    del body["guided_regex"]
-    plain = server.http.post("/v1/completions", json=body)
-    assert "warning" not in plain.headers
-    assert plain.json()["system_fingerprint"] == told["system_fingerprint"]
-
-
 # --- X-Request-Id -----------------------------------------------------------------------------
 
 

@@ -134,7 +134,7 @@ def test_required_call_is_the_only_answer_that_matches(
     shape = ChatFormat(ask, running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, texts[0], (5,)))
     shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
-    (choice,) = shape.response().model_dump()["choices"]
+    (choice,) = shape.response()["choices"]
     assert choice["finish_reason"] == reason and choice["message"]["content"] is None
     assert [
         {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
@@ -231,7 +231,7 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     chunks = dialects.chunks(e for piece in (*pieces, end) for e in shape.events(piece))
     for piece in (*pieces, end):
         whole.add(piece)
-    reply = whole.response().model_dump()
+    reply = whole.response()
     (choice,) = reply["choices"]
     result = [
         token["token"]

@@ -197,6 +197,6 @@ def test_models_are_described(served: ModelInfo, preparer: Preparer) -> None:
     architecture = (told.modelinfo or {})["general.architecture"]
     assert (told.modelinfo or {})[f"{architecture}.context_length"] == served.context
     assert told.capabilities == ["completion", "tools"]
-    (listed,) = ollama.ListResponse(**tags_reply(("demo",), 1.5, 8).model_dump()).models
+    (listed,) = ollama.ListResponse(**tags_reply(("demo",), 1.5, 8)).models
     assert listed.model == "demo" and listed.modified_at is not None
     assert listed.modified_at.timestamp() == 1.5
