@@ -30,14 +30,11 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     ({"allOf": [{"minLength": 1}, TEXT]}, {"12345": "12345"}),
     ({"$ref": "#/$defs/size"}, {"1": "1", "2": "2"}),
     ({"$ref": "#/$defs/again"}, {"1": "1"}),
-    ({"$ref": "https://example.org/size"}, {"1": "1"}),
-    ({"$ref": "size#"}, {"1": "1"}),
-    ({"$ref": "#size"}, {"1": "1"}),
     ({"$ref": "#/properties/b/items"}, {"1": "1"}),
     ({"anyOf": [{"$ref": "#/$defs/size"}, NULL]}, {"1": "1", "null": None}),
     ({"$ref": "#/$defs/none"}, {"1": 1, "a": "a"}),
     ({"$ref": "#/$defs/loop"}, {"1": 1, "a": "a"}),
-    ({"$ref": "http://["}, {"1": 1}),
+    ({"$ref": "https://example.org/size"}, {"1": 1}),
     ({"enum": ["1", "2"]}, {"1": "1", "3": "3"}),
     ({"enum": ["1", 2, True]}, {"1": "1", "2": 2, "True": True}),
     ({"enum": ["a", None]}, {"a": "a", '"a"': "a", "None": None}),
@@ -58,10 +55,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     ({"description": "Anything."}, {"5": 5, "a": "a"}),
 ]
 DEFINED = {
-    "$id": "https://example.org/root",
     "$defs": {
-        "size": {"$id": "size", "$anchor": "other", "enum": ["1", "2"]},
-        "here": {"$anchor": "size", "type": "string"},
+        "size": {"enum": ["1", "2"]},
         "again": {"$ref": "#/$defs/size"},
         "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]},
     },
