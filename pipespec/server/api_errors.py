@@ -107,9 +107,6 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     place = first["loc"][1:] if first["loc"][:1] == ("body",) else first["loc"]
     kind, message = first["type"], str(first["msg"])
-    if kind == "json_invalid":
-        why = first.get("ctx", {}).get("error", message)
-        return ApiError(HTTPStatus.BAD_REQUEST, f"The body is no JSON: {_plain(str(why))}.")
     if not place:
         return ApiError(HTTPStatus.BAD_REQUEST, "The body must be a JSON object.")
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]

@@ -59,32 +59,6 @@ class Accepts:
 # --- messages ---------------------------------------------------------------------------------
 
 
-# What parts of messages hold besides text, by the types of OpenAI, vLLM and Transformers.
-_MEDIA = {
-    **dict.fromkeys(("image_url", "input_image", "image"), "images"),
-    **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings"),
-    **dict.fromkeys(("video_url", "video"), "videos"),
-    **dict.fromkeys(("file", "input_file"), "files"),
-    **dict.fromkeys(("document", "container_upload"), "documents"),
-}
-
-
-TEXT_PART = ": of a multimodal model the text part alone is loaded"
-
-
-def _readable(value: Any) -> Any:
-    for part in value if isinstance(value, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in _MEDIA:
-            raise ValueError(
-                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read{TEXT_PART}"
-            )
-    return value
-
-
-READABLE = BeforeValidator(_readable)
-
-
 class TextPart(RequestModel):
     type: Literal["text"]
     text: str
@@ -118,7 +92,7 @@ def _arguments(value: Any) -> Any:
     return parsed
 
 
-Content = Annotated[TextOrParts | None, contents(str | list[TextPart] | None, "'text'"), READABLE]
+Content = Annotated[TextOrParts | None, contents(str | list[TextPart] | None, "'text'")]
 Arguments = Annotated[
     dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
 ]

@@ -9,7 +9,6 @@ the GIL; templates and validators take turns with the loop. Parsing JSON does no
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, validation_failed
@@ -203,13 +202,11 @@ class Preparer:
             why = f"The body holds too many values: {num_values} commas and brackets; send less."
             raise ApiError(HTTPStatus.BAD_REQUEST, why, code=TOO_COMPLEX)
         try:
-            return validated(kind, json.loads(body))
-        except json.JSONDecodeError as error:
-            fault = {"type": "json_invalid", "loc": (), "msg": error.msg}
-            raise validation_failed([fault]) from None
-        except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
-            why = "The body cannot be read; send JSON in UTF-8."
+            fields = from_json(body)
+        except ValueError as error:  # also where it is no UTF-8, or holds half a character
+            why = f"The body is no JSON in UTF-8: {error}."
             raise ApiError(HTTPStatus.BAD_REQUEST, why) from None
+        return validated(kind, fields)
 
     def _tokenize(self, fields: TokenizeRequest) -> bytes:
         served = self._served

@@ -25,7 +25,6 @@ from pipespec.sampling.params import (
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Accepts, Message, RequestModel, ToolChoice, Tools
 from pipespec.server.response_format import ResponseFormat, StructuredOutputs
-from pipespec.system.validation import is_whole, shown
 
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request
@@ -142,8 +141,7 @@ class StreamOptions(RequestModel):
 
 
 class RequestBody(RequestModel):
-    """A whole request. JSON's escapes can name lone surrogates, which UTF-8 cannot encode: no text
-    of a body may hold one."""
+    """A whole request."""
 
     refused: ClassVar[Refused] = UNSUPPORTED_FIELDS
 
@@ -153,34 +151,6 @@ class RequestBody(RequestModel):
     def _is_supported(self) -> Self:
         refuse_fields(self.model_extra or {}, self.refused)
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_whole(cls, body: Any) -> Any:
-        for name, value in body.items() if isinstance(body, dict) else ():
-            if not is_whole(name) or not _holds_whole_texts(value):
-                raise invalid_field(
-                    f"{shown(name)} holds half a character (a lone surrogate such as \\ud800), "
-                    "which UTF-8 cannot have; send whole characters.",
-                    param=name.encode(errors="replace").decode(),
-                )
-        return body
-
-
-def _holds_whole_texts(value: Any) -> bool:
-    """Whether no text of some JSON, keys included, holds a lone surrogate."""
-    left = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, str):
-            if not part.isascii() and not is_whole(part):
-                return False
-        elif isinstance(part, dict):
-            left += part.keys()
-            left += part.values()
-        elif isinstance(part, list):
-            left += [each for each in part if isinstance(each, (str, dict, list))]
-    return True
 
 
 class GenerationRequest(RequestBody):

@@ -30,7 +30,6 @@ from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
-    READABLE,
     RequestModel,
     TextOrParts,
     TextPart,
@@ -66,7 +65,7 @@ class ToolUseBlock(RequestModel):
     input: dict[str, Any]
 
 
-Contents = Annotated[TextOrParts, contents(str | list[TextPart], "'text'"), READABLE]
+Contents = Annotated[TextOrParts, contents(str | list[TextPart], "'text'")]
 
 
 class ToolResultBlock(RequestModel):
@@ -83,9 +82,7 @@ AnyBlock = Annotated[
 
 class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, TEXT] | Annotated[list[AnyBlock], PARTS], TEXT_OR_PARTS, READABLE
-    ]
+    content: Annotated[Annotated[str, TEXT] | Annotated[list[AnyBlock], PARTS], TEXT_OR_PARTS]
 
     @model_validator(mode="after")
     def _fits(self) -> AnthropicMessage:

@@ -23,7 +23,7 @@ from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, Translation
-from pipespec.server.message_schema import TEXT_PART, RequestModel, Tools
+from pipespec.server.message_schema import RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
@@ -138,7 +138,7 @@ class OllamaMessage(RequestModel):
     @model_validator(mode="after")
     def _fits(self) -> OllamaMessage:
         if self.images:
-            raise ValueError(f"has images, but they are not read{TEXT_PART}")
+            raise ValueError("has images, but the model reads text alone")
         return self
 
 

@@ -35,7 +35,6 @@ from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody,
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
-    READABLE,
     Accepts,
     RequestModel,
     TextOrParts,
@@ -76,9 +75,7 @@ class InputText(RequestModel):
     text: str
 
 
-Contents = Annotated[
-    TextOrParts, contents(str | list[InputText], "'input_text' and the like"), READABLE
-]
+Contents = Annotated[TextOrParts, contents(str | list[InputText], "'input_text' and the like")]
 
 
 class InputMessage(RequestModel):

@@ -87,7 +87,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content",
-            "images are not read",
+            "'image'",
         ),
         (
             {
