@@ -106,30 +106,25 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 # --- kinds --------------------------------------------------------------------------------------
 
 
-def body_for(draw: random.Random, path: str) -> dict[str, Any]:
-    """A valid body."""
-    if path == TOKENIZE:
-        return draw.choice(({"prompt": "Once"}, {"messages": [message("Hello")]}))
-    if path == DETOKENIZE:
-        return {"tokens": [draw.randrange(200) for _ in range(draw.randint(1, 9))]}
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": draw.randint(1, 3), "seed": 1}
-    body |= {"stream": draw.random() < 0.4}
-    if path in DIALECTS:
-        return body | deepcopy(draw.choice(DIALECTS[path]))
-    if path == COMPLETIONS:
-        return body | {"prompt": draw.choice(("Once", ["a", "b"], [5, 6, 7], [[5], [6, 7]]))}
-    body |= {"messages": [message("Hello")]}
-    return body | ({"tools": [TOOL], "tool_choice": "auto"} if draw.random() < 0.3 else {})
-
-
-# Valid bodies of other dialects, beside what all have.
+# Valid bodies by path, beside what all have.
+_HELLO = [{"role": "user", "content": "Hello"}]
 _ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
 _RESULT = {"type": "function_call_output", "call_id": "a", "output": "sunny"}
 _USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bern"}}
 _DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 _CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
-_HELLO = [{"role": "user", "content": "Hello"}]
-DIALECTS: dict[str, tuple[dict[str, Any], ...]] = {
+BODIES: dict[str, tuple[dict[str, Any], ...]] = {
+    CHAT: (
+        {"messages": _HELLO},
+        {"messages": _HELLO, "tools": [TOOL], "tool_choice": "auto"},
+    ),
+    COMPLETIONS: (
+        {"prompt": "Once"},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[5], [6, 7]]},
+    ),
+    TOKENIZE: ({"prompt": "Once"}, {"messages": _HELLO}),
+    DETOKENIZE: ({"tokens": [5, 6, 7]},),
     RESPONSES: (
         {"input": [*_HELLO, _ITEM, _RESULT], "store": False, "previous_response_id": "resp_1"},
         {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
@@ -151,39 +146,36 @@ DIALECTS: dict[str, tuple[dict[str, Any], ...]] = {
     OLLAMA_GENERATE: ({"prompt": "Once", "raw": True, "options": {"num_predict": 1}},),
     OLLAMA_SHOW: ({"verbose": True},),
 }
+# The most used ones are drawn more often.
+PATHS = (*(CHAT, COMPLETIONS) * 4, *BODIES)
 
 
-def message(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def posted(name: str, path: str, body: Any) -> Case:
-    return Case(f"{name} {path} {json.dumps(body)[:300]}", request("POST", path, as_json(body)))
+def posted(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """A path, and a valid body for it."""
+    path = draw.choice(PATHS)
+    shared = {"model": MODEL, "max_tokens": draw.randint(1, 3), "seed": 1}
+    shared |= {"stream": draw.random() < 0.4}
+    return path, shared | deepcopy(draw.choice(BODIES[path]))
 
 
 def as_json(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-def a_path(draw: random.Random) -> str:
-    return draw.choice((*(CHAT, COMPLETIONS) * 4, TOKENIZE, TOKENIZE, DETOKENIZE, *DIALECTS))
-
-
 def valid(draw: random.Random) -> Case:
     if draw.random() < 0.5:
         path = draw.choice(GET_ROUTES)
         return Case(f"GET {path}", request("GET", path))
-    path = a_path(draw)
-    return posted("valid", path, body_for(draw, path))
+    path, body = posted(draw)
+    return Case(f"valid {path} {json.dumps(body)[:300]}", request("POST", path, as_json(body)))
 
 
 def mutated(draw: random.Random) -> Case:
     """Some values of a valid body, at any depth, are others."""
-    path = a_path(draw)
-    body = deepcopy(body_for(draw, path))
+    path, body = posted(draw)
     for _ in range(draw.randint(1, 3)):
         change(draw, body)
-    return posted("mutated", path, body)
+    return Case(f"mutated {path} {json.dumps(body)[:300]}", request("POST", path, as_json(body)))
 
 
 def change(draw: random.Random, body: dict[str, Any]) -> None:
@@ -210,7 +202,7 @@ def hostile(draw: random.Random) -> Any:
 
 
 def no_json(draw: random.Random) -> Case:
-    path, text = a_path(draw), draw.choice(TEXTS)
+    path, text = draw.choice(PATHS), draw.choice(TEXTS)
     return Case(f"no JSON {path} {text[:60]!r}", request("POST", path, text))
 
 
@@ -223,7 +215,7 @@ def odd_route(draw: random.Random) -> Case:
 
 
 def odd_headers(draw: random.Random) -> Case:
-    path = a_path(draw)
+    path, body = posted(draw)
     odd = draw.choice(
         (
             {"X-Api-Key": ""},
@@ -255,7 +247,7 @@ def odd_headers(draw: random.Random) -> Case:
     name = json.dumps(odd)[:80]
     # What is upgraded or cut in pieces that do not come ends only with the client.
     half = "Upgrade" in odd or "Transfer-Encoding" in odd
-    return Case(name, request("POST", path, as_json(body_for(draw, path)), odd), half=half)
+    return Case(name, request("POST", path, as_json(body), odd), half=half)
 
 
 def broken_framing(draw: random.Random) -> Case:
@@ -286,6 +278,10 @@ def broken_framing(draw: random.Random) -> Case:
 
 
 # --- large ones ---------------------------------------------------------------------------------
+
+
+def message(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 def large(name: str, path: str, body: Any) -> Callable[[], Case]:

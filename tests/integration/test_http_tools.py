@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -13,21 +14,25 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from tests.helpers.calling import MISTRAL, WEATHER, calling
 from tests.helpers.scenes import Scene, play
 
+SPECIAL = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
 CHAT = "/v1/chat/completions"
 ARGUMENTS = '{"city": "Zürich {\\"}"}'
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Zürich?"}]
 ASKED: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER], "model": "demo"}
-TEXT = f"I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[ARGS]{{}}"
+TEXT = (
+    f"[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}"
+    "[TOOL_CALLS]get_time[ARGS]{}"
+)
 CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 
 
 @pytest.fixture
 def scripted(demo: ModelInfo) -> tuple[ModelInfo, list[int]]:
     """A model, and the tokens that it says."""
-    served = calling(demo, MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    served = calling(demo, f"{MISTRAL}{{# {' '.join(SPECIAL[:2])} #}}", *SPECIAL)
     ids = served.tokenizer.encode(TEXT, add_special_tokens=False)
     hidden = served.tokenizer.decode(ids, skip_special_tokens=True)
-    assert hidden == TEXT.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
+    assert hidden == re.sub(r"\[/?[A-Z_]+\]", "", TEXT), "they are special tokens"
     return served, ids
 
 
@@ -39,7 +44,7 @@ async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
     scene.finish(request, reason)
 
 
-def test_whole_reply_has_tool_calls(
+def test_whole_reply_has_reasoning_text_and_tool_calls(
     redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]]
 ) -> None:
     served, ids = scripted
@@ -47,12 +52,13 @@ def test_whole_reply_has_tool_calls(
     async def story(scene: Scene) -> None:
         asking = asyncio.ensure_future(scene.http.post(CHAT, json=ASKED))
         await answer(scene, ids)
-        reply = ChatCompletion.model_validate(
-            (await asking).raise_for_status().json(), strict=True, extra="forbid"
-        )
+        body = (await asking).raise_for_status().json()
+        thought = body["choices"][0]["message"].pop("reasoning_content")  # OpenAI has none
+        reply = ChatCompletion.model_validate(body, strict=True, extra="forbid")
         (choice,) = reply.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
+        assert thought == "Hm."
         calls = choice.message.tool_calls
         assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
         assert len({call.id for call in calls}) == 2
@@ -64,22 +70,5 @@ def test_whole_reply_has_tool_calls(
         await answer(scene, served.tokenizer.encode("It is sunny.", add_special_tokens=False))
         message = (await asking).raise_for_status().json()["choices"][0]["message"]
         assert message["content"] == "It is sunny." and not message.get("tool_calls")
-
-    play(redis, served, story)
-
-
-def test_reasoning_between_special_tokens_is_split_from_the_answer(
-    redis: EmbeddedRedis, demo: ModelInfo
-) -> None:
-    served = calling(demo, MISTRAL + "{# [THINK] #}", "[THINK]", "[/THINK]")
-    ids = served.tokenizer.encode("[THINK]Hm.[/THINK]It is sunny.", add_special_tokens=False)
-    body = {"messages": HELLO, "model": "demo"}
-
-    async def story(scene: Scene) -> None:
-        asking = asyncio.ensure_future(scene.http.post(CHAT, json=body))
-        await answer(scene, ids)
-        reply = (await asking).raise_for_status().json()
-        message = reply["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is sunny.")
 
     play(redis, served, story)

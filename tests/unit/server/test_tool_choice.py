@@ -182,11 +182,9 @@ PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("parameters", "good", "unfit"), PARAMETERS)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("named", [False, True])
 def test_arguments_of_required_calls_are_what_the_function_declares(
     running: RunningCluster,
-    path: str,
     named: bool,
     parameters: dict[str, Any] | None,
     good: list[str],
@@ -195,18 +193,8 @@ def test_arguments_of_required_calls_are_what_the_function_declares(
     own = {} if parameters is None else {"parameters": parameters}
     go, other = {"name": "go"} | own, {"name": "stay", "parameters": {"$defs": {"at": {}}}}
     choice: Any = {"type": "function", "function": {"name": "go"}} if named else "required"
-    tools: list[Any] = [{"type": "function", "function": each} for each in (go, other)]
-    body: dict[str, Any] = {"messages": CONVERSATION[:1], "max_completion_tokens": 5}
-    if path == "/v1/responses":
-        tools = [{"type": "function"} | each for each in (go, other)]
-        choice = {"type": "function", "name": "go"} if named else "required"
-        body = {"input": "Hi", "max_output_tokens": 5}
-    elif path == "/v1/messages":
-        tools = [{"name": e["name"], "input_schema": e.get("parameters", {})} for e in (go, other)]
-        choice = {"type": "tool", "name": "go"} if named else {"type": "any"}
-        body = {"messages": CONVERSATION[:1], "max_tokens": 5}
-    preparer = dialects.preparer(running.served)
-    ask = dialects.prepared(preparer, path, body | {"tools": tools, "tool_choice": choice}).parsed
+    tools = [{"type": "function", "function": each} for each in (go, other)]
+    ask = chat(running, tools=tools, tool_choice=choice)
     for arguments in (*good, *unfit):
         text = f'[{{"name":"go","arguments":{arguments}}}]'
         assert fits(running.served, ask, text) == (arguments in good), arguments
