@@ -49,12 +49,14 @@ class ConnectionCount:
         """Count a new connection; False: there is no room for it."""
         count, total = self._by_address[address], self._by_address.total()
         admitted = count < self._most_per_address and total < self._most
-        self._by_address[address] += admitted
+        if admitted:
+            self._by_address[address] += 1
         return admitted
 
     def remove(self, address: str) -> None:
         self._by_address[address] -= 1
-        self._by_address = +self._by_address
+        if not self._by_address[address]:
+            del self._by_address[address]
 
 
 def network_of(host: str) -> str:

@@ -32,6 +32,7 @@ MAX_ANSWERS = 1024  # to one request
 MAX_STOPS, MAX_STOP = 64, 256  # and characters of each
 MAX_SALT = 1024  # characters; it is kept with the request
 MAX_TEMPERATURE = 1e6
+GUIDED = ("json", "regex", "choice", "grammar")  # after "guided_"
 
 LATER = "is not supported yet"
 OLD_TOOLS = "is not supported: OpenAI has replaced it by tools and tool_choice"
@@ -39,8 +40,6 @@ OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
-# Refused fields that are schemas: any JSON matches an empty one, which so is a constraint.
-SCHEMAS = ("json_schema", "guided_json")
 # Fields that are not supported: why, and the values without effect. These are accepted, as are
 # null, false and empty ones.
 Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
@@ -54,8 +53,7 @@ def refused(why: str, *names: str) -> Refused:
 UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
-    **refused(OLD_STRUCTURED, *SCHEMAS, "guided_regex", "guided_choice", "guided_grammar"),
-    **refused(OLD_STRUCTURED, "guided_whitespace_pattern", "grammar", "regex"),
+    **refused(OLD_STRUCTURED, "guided_whitespace_pattern", "grammar", "json_schema", "regex"),
     "audio": (NO_MEDIA, ()),
     "modalities": (NO_MEDIA, (["text"],)),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
@@ -81,7 +79,8 @@ def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
     for name, (why, neutral) in refused.items():
         value = given.get(name)
         off = value is False and True not in neutral
-        empty = value is None or off or value in ("", []) or (value == {} and name not in SCHEMAS)
+        # An empty schema is a constraint: any JSON matches it.
+        empty = value is None or off or value in ("", []) or (value == {} and name != "json_schema")
         if not empty and value not in neutral:
             raise invalid_field(f"{name} {why}; leave it out.", "unsupported_field")
 
@@ -185,6 +184,19 @@ class GenerationRequest(RequestBody):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_guided(cls, fields: Any) -> Any:
+        """vLLM's older names of what is in structured_outputs."""
+        if not isinstance(fields, dict):
+            return fields
+        named = {kind: fields.get(f"guided_{kind}") for kind in GUIDED}
+        older = {kind: value for kind, value in named.items() if value is not None}
+        newer = fields.get("structured_outputs") or {}
+        if not older or not isinstance(newer, dict):
+            return fields
+        return fields | {"structured_outputs": newer | older}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -141,7 +141,11 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "must name one of json"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must name one"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
-    ({"guided_json": {}}, "guided_json", "structured_outputs"),
+    (
+        {"guided_regex": "a", "structured_outputs": {"json": {}}},
+        "structured_outputs",
+        "must name one",
+    ),
     ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "structured_outputs"),
     (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}},
