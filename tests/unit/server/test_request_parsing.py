@@ -152,6 +152,21 @@ def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(
     assert chat(running, prompt_logprobs=3).sampling_params[0].prompt_logprobs == 3
 
 
+def test_older_names_of_structured_outputs_are_the_same(running: RunningCluster) -> None:
+    for old, new, value in (
+        ("guided_json", "json", {"type": "boolean"}),
+        ("guided_json", "json", '{"type": "boolean"}'),
+        ("guided_regex", "regex", "a+b"),
+        ("guided_choice", "choice", ["a", "b"]),
+        ("guided_grammar", "grammar", "start: /a+/"),
+    ):
+        mine = completion(running, **{old: value}).sampling_params[0].grammar
+        assert (
+            mine == completion(running, structured_outputs={new: value}).sampling_params[0].grammar
+        )
+        assert mine
+
+
 # --- what is answered -------------------------------------------------------------------------
 
 
