@@ -13,7 +13,6 @@ Llama-3.1-70B in bfloat16 is COMPUTED, not measured.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +30,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposer import Context
 from pipespec.placement.slices import split_evenly
 from tools.inflate import Shape, read_config
-from tools.rig.launch import results_of
+from tools.rig.launch import own_rank, results_of
 
 MIB, GIB = 2**20, 2**30
 ROWS = 64
@@ -75,7 +74,7 @@ def tree_slots(stages: int, width: int) -> int:
 
 def measure(deployment: Deployment) -> dict[str, float]:
     """The entrypoint of every rank: bytes after one batch."""
-    rank = int(os.environ["RANK"])
+    rank = own_rank()
     model = rank_components.load_model(deployment, rank)
     assert model is not None
     context = Context(1, [1] * ROWS, list(range(ROWS)))

@@ -1,7 +1,7 @@
-"""Whether a process makes progress, as its parent sees it. A worker counts what it does in memory
-that it shares with its supervisor (`progress`), and states for how long the next count may be away.
-The supervisor compares (`Watch`), and counts only time in which it looked itself and no thread of
-the worker was waiting for a processor. A worker that waits may do so for ever, but needs no
+"""Whether a process makes progress, as another one sees it. A worker counts what it does in memory
+that both share (`progress`), and states for how long the next count may be away. The other process
+compares (`Watch`), and counts only time in which it looked itself and no thread of the worker was
+waiting for a processor. A worker that waits may do so for ever, but needs no
 processor for it; one that burns time all the same loops."""
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pipespec.cluster.processes.fork_server import WORKER
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.config.hosts import this_machine
 from pipespec.errors import RankFailed
@@ -29,7 +30,7 @@ def launch(
     """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
 
     `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
-    pickle. Each rank finds RANK, LOCAL_RANK and WORLD_SIZE in its environment. `preload` names
+    pickle. Each rank finds its number by `own_rank`. `preload` names
     modules to import once for all ranks, next to the entrypoint's own.
 
         with launch(run_rank, (config,), num_ranks=5) as cluster:
@@ -43,6 +44,11 @@ def launch(
     cluster = WorkerGroup([this_machine(devices)], (*preload, module))
     cluster.start_workers(f"{module}:{function}", args)
     return cluster
+
+
+def own_rank() -> int:
+    """Which of the processes this one is."""
+    return int(os.environ[WORKER].rpartition("/")[2])
 
 
 def results_of(entrypoint: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
@@ -62,4 +68,4 @@ def results_of(entrypoint: Callable[..., Any], args: Sequence[Any], num_ranks: i
 
 def _keep_result(folder: str, module: str, function: str, args: Sequence[Any]) -> None:
     result = getattr(import_module(module), function)(*args)
-    Path(folder, os.environ["RANK"]).write_bytes(pickle.dumps(result))
+    Path(folder, str(own_rank())).write_bytes(pickle.dumps(result))

@@ -1,24 +1,24 @@
-"""What runs on each host: the agent, torchrun, and the supervisors of its workers.
+"""What runs on each host: the agent, the fork server, and its workers.
 
-    agent ── torchrun ─┬─ supervisor ── worker (host/0)
-                       └─ supervisor ── worker (host/1)
+    agent ── fork server ─┬─ worker (host/0)
+                          └─ worker (host/1)
 
-The *agent* talks with the launcher of the cluster and imports no torch. *torchrun*'s elastic
-launcher has a process of its own (`torchrun.py`), from which all others are forked. What it treats
-as a rank is a *supervisor*, which forks the worker, and another one when a signal has ended it.
+The *agent* talks with the launcher of the cluster and imports no torch. The *fork server*
+(`fork_server.py`) imports once what all workers need, forks them, and watches them.
 
 The agent reads from standard input the launcher's version, one line, its setup and its job; then
 lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
-line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
-until it has forked a worker, {"imported": bytes}, by torchrun before it reads the job,
+line, ends the host. To standard output go JSON objects, one per line: from the agent
+{"preparing": true}; from the fork server {"imported": bytes}, before it reads the job,
 {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
-life {"present": numbers of the workers that run}, and at last {"failed": sentence}, {"lost":
-sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All processes of the host
-hold that output, so it ends when the last of them is gone."""
+life {"present": numbers of the workers that run}, and at last {"ended": true} or
+{"failed": sentence}. If the fork server ends without that, the agent writes {"failed": sentence},
+or {"lost": sentence} if it was ended by a signal and the host may be started again; if it cannot
+begin, {"refused": clause}. All processes of the host hold that output, so it ends when the last of
+them is gone."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import select
@@ -28,25 +28,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NoReturn, cast
-
-import psutil
+from typing import BinaryIO, NoReturn, cast
 
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S, sole_agent
-from pipespec.cluster.processes.torchrun import (
-    MONITOR_S,
-    OUTCOME,
+from pipespec.cluster.processes.fork_server import (
     WorkerJob,
     how_it_ended,
     last_line,
+    send_message,
 )
 from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
@@ -60,10 +54,9 @@ SILENCE_S = 40.0
 CHUNK_BYTES = 2**16
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
-TORCHRUN = "pipespec.cluster.processes.torchrun"
-# The file for the standard error of torchrun.
-_LOG = "torchrun.log"
-_NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+FORK_SERVER = "pipespec.cluster.processes.fork_server"
+# The file for the standard error of the fork server.
+_LOG = "fork_server.log"
 _leftovers: list[Path] = []  # to be removed when the agent ends
 
 
@@ -73,8 +66,8 @@ class EndRequested(Exception):
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the agent must know before torchrun can import. `directory` has all files of this host;
-    None: the agent makes and removes one. `preload`: modules to import once for all workers.
+    """What the agent must know before the fork server can import. `directory` has all files of this
+    host; None: the agent makes and removes one. `preload`: modules to import once for all workers.
     Batches use `interface`, or the one that has `address`. `lock` names the lock that one agent of
     the host holds; an older holder is ended. `remote`: the launcher is at the other end of an SSH
     connection; `restarted`: the cluster runs already, and the host may have another version by
@@ -94,7 +87,7 @@ def main() -> None:
     try:
         _main(sys.stdin.buffer)
     except PipespecError as error:
-        _send_message({"refused": str(error)})
+        send_message({"refused": str(error)})
         _remove_leftovers()
     except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
         traceback.print_exc()
@@ -119,33 +112,33 @@ def _main(stdin: BinaryIO) -> NoReturn:
         if lock is not None:
             _leftovers.append(lock)
         _set_environment(setup, directory)
-        _send_message({"preparing": True})
+        send_message({"preparing": True})
         signal.signal(signal.SIGTERM, _on_signal)
-        torchrun: subprocess.Popen[bytes] | None = None
+        server: subprocess.Popen[bytes] | None = None
         try:
             with open(directory / _LOG, "wb") as log:
                 # Its standard input ends when this process is gone.
-                torchrun = subprocess.Popen(
-                    [sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log
+                server = subprocess.Popen(
+                    [sys.executable, "-m", FORK_SERVER], stdin=subprocess.PIPE, stderr=log
                 )
             # It imports while the launcher decides.
-            _send_to_torchrun(torchrun, setup.preload)
-            job = _job_from(stdin, torchrun, directory / _LOG)
-            _send_to_torchrun(torchrun, (str(directory), job))
-            reporter = _Reporter(directory, job)
-            listen = partial(_listen, stdin, SILENCE_S if setup.remote else None)
-            for run in (listen, reporter.run):
-                threading.Thread(target=_run_or_end, args=(run,), daemon=True).start()
-            code = torchrun.wait()
+            _send_to_server(server, setup.preload)
+            job = _job_from(stdin, server, directory / _LOG)
+            _send_to_server(server, (str(directory), job))
+            limit_s = SILENCE_S if setup.remote else None
+            threading.Thread(target=_listen, args=(stdin, limit_s), daemon=True).start()
+            code = server.wait()
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
-            if torchrun is not None:
-                _end(torchrun)
-            # The outcome is not read, and a launcher that was killed cannot remove its directory.
+            if server is not None:
+                _end(server)
+            # A launcher that was killed cannot remove its directory.
             shutil.rmtree(directory, ignore_errors=True)
             _remove_leftovers()
             os._exit(1)
-        reporter.stop()
-        _send_message(_outcome(directory, job, code))
+        if code:
+            reason = last_line((directory / _LOG).read_bytes())
+            sentence = f"the fork server on host {job.host} ({how_it_ended(code)}): {reason}"
+            send_message({"lost" if code < 0 else "failed": sentence})
         _remove_leftovers()
         os._exit(0)
 
@@ -163,13 +156,13 @@ def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     raise EndRequested
 
 
-def _job_from(stdin: BinaryIO, torchrun: subprocess.Popen[bytes], log: Path) -> WorkerJob:
-    """The launcher's job. Raises HostFailed if torchrun ends before it is there."""
+def _job_from(stdin: BinaryIO, server: subprocess.Popen[bytes], log: Path) -> WorkerJob:
+    """The launcher's job. Raises HostFailed if the fork server ends before it is there."""
 
     def check(*_: object) -> None:
-        if (code := torchrun.poll()) is not None:
+        if (code := server.poll()) is not None:
             reason = last_line(log.read_bytes())
-            raise HostFailed(f"torchrun ended too early ({how_it_ended(code)}): {reason}")
+            raise HostFailed(f"the fork server ended too early ({how_it_ended(code)}): {reason}")
 
     signal.signal(signal.SIGCHLD, check)
     try:
@@ -179,36 +172,20 @@ def _job_from(stdin: BinaryIO, torchrun: subprocess.Popen[bytes], log: Path) -> 
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> None:
-    assert torchrun.stdin is not None
+def _send_to_server(server: subprocess.Popen[bytes], message: object) -> None:
+    assert server.stdin is not None
     with suppress(BrokenPipeError):  # it has ended; its exit code is read soon
-        pickle.dump(message, torchrun.stdin)
-        torchrun.stdin.flush()
+        pickle.dump(message, server.stdin)
+        server.stdin.flush()
 
 
-def _end(torchrun: subprocess.Popen[bytes]) -> None:
-    torchrun.terminate()
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
     try:
-        torchrun.wait(PATIENCE_S)
+        server.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        torchrun.kill()
-        torchrun.wait()
-
-
-def _outcome(directory: Path, job: WorkerJob, code: int) -> dict[str, Any]:
-    """The outcome that torchrun has written, or a message of its failure if it has written none."""
-    try:
-        found: dict[str, Any] = json.loads((directory / OUTCOME).read_bytes())
-        return found
-    except FileNotFoundError:
-        reason = last_line((directory / _LOG).read_bytes())
-        sentence = f"torchrun on host {job.host} ({how_it_ended(code)}): {reason}"
-        return {"lost" if code < 0 else "failed": sentence}
-
-
-def _send_message(message: dict[str, Any]) -> None:
-    with suppress(OSError):  # The launcher is gone; standard input ends then.
-        os.write(1, json.dumps(message).encode() + b"\n")
+        server.kill()
+        server.wait()
 
 
 def _set_environment(setup: AgentSetup, directory: Path) -> None:
@@ -221,7 +198,7 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
     environment["OPENBLAS_NUM_THREADS"] = "1"
     # Threads of OpenMP that poll for work take the cores of other ranks.
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's process use CUDA.
+    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -237,66 +214,10 @@ def choose_interface(address: str, name: str | None) -> None:
 
 def _listen(stdin: BinaryIO, limit_s: float | None) -> None:
     """End the host with its launcher, or once that is silent for so long."""
-    while select.select([stdin], [], [], limit_s)[0] and os.read(stdin.fileno(), CHUNK_BYTES):
-        pass
+    with suppress(OSError):
+        while select.select([stdin], [], [], limit_s)[0] and os.read(stdin.fileno(), CHUNK_BYTES):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _run_or_end(run: Callable[[], None]) -> None:
-    """A thread without which this host must not go on, as nobody would hear of its workers."""
-    try:
-        run()
-    except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
-        traceback.print_exc()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-class _Reporter:
-    def __init__(self, directory: Path, job: WorkerJob) -> None:
-        self._directory = directory
-        self._job = job
-        self._read: dict[Path, int] = {}  # bytes of the logs that were passed on
-        self._done = threading.Event()
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        last_sent_at, begun = time.monotonic(), False
-        while True:
-            last = self._done.wait(MONITOR_S)
-            for path in sorted(self._directory.glob("died-*.json")):
-                _send_message(json.loads(path.read_text()))
-                path.unlink()
-            if self._job.logs:
-                for path in sorted(self._directory.glob("logs/*/attempt_0/*/*.log")):
-                    self._send_log(path, last)
-            if time.monotonic() - last_sent_at > SIGN_OF_LIFE_S:
-                last_sent_at = time.monotonic()
-                begun = begun or any(self._directory.glob("*.pid"))
-                _send_message({"present": self._present()} if begun else {"preparing": True})
-            if last:
-                self._over.set()
-                return
-
-    def _present(self) -> list[int]:
-        found = []
-        for path in self._directory.glob("*.pid"):
-            with suppress(FileNotFoundError, psutil.Error):  # it has just ended
-                if psutil.Process(int(path.read_text())).status() not in _NOT_RUNNING:
-                    found.append(int(path.stem))
-        return found
-
-    def stop(self) -> None:
-        self._done.set()
-        self._over.wait(PATIENCE_S)
-
-    def _send_log(self, path: Path, last: bool) -> None:
-        with path.open("rb") as log:
-            log.seek(self._read.get(path, 0))
-            text = log.read()
-        whole = len(text) if last else text.rfind(b"\n") + 1
-        self._read[path] = self._read.get(path, 0) + whole
-        for line in text[:whole].decode(errors="replace").splitlines():
-            _send_message({"log": int(path.parent.name), "line": line})
 
 
 def _remove_leftovers() -> None:

@@ -1,8 +1,8 @@
-"""torchrun's rendezvous for a single node, inside its own process. torchrun's own kinds open a
-TCPStore on every address of the machine, and the dynamic one unpickles what it finds there; this
-one keeps its store in memory, and nothing listens. `torchrun --rdzv-backend=pipespec` finds it by
-the entry point group `torchrun.handlers`. The ranks meet elsewhere
-(`pipespec.transport.distributed`)."""
+"""torchrun's rendezvous for a single node, inside its own process, for hosts that are started by
+hand. torchrun's own kinds open a TCPStore on every address of the machine, and the dynamic one
+unpickles what it finds there; this one keeps its store in memory, and nothing listens. `torchrun
+--rdzv-backend=pipespec` finds it by the entry point group `torchrun.handlers`. The ranks meet
+elsewhere (`pipespec.transport.distributed`)."""
 
 from __future__ import annotations
 
@@ -80,10 +80,3 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def handler() -> RendezvousHandlerCreator:
     return create
-
-
-def register() -> None:
-    """Make the rendezvous known to this process; harmless when called again."""
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-
-    rendezvous_handler_registry.register(BACKEND, create)

@@ -35,9 +35,9 @@ class Heartbeat:
     answer, it tries to connect again for `patience_s` seconds. With `by_hand`, as no process of the
     launcher's ends this one, the cluster has ended, too, if the launcher gives no sign of life for
     LAUNCHER_S seconds more. gloo does not release every thread whose link is aborted. One that
-    waits for RELEASE_S then never will be, so the heartbeat ends this process by `kill`; its
-    supervisor starts another. Whether the main thread makes progress otherwise is for the
-    supervisor to judge (`pipespec.system.liveness`); a heartbeat that comes late ends nothing."""
+    waits for RELEASE_S then never will be, so the heartbeat ends this process by `kill`;
+    what watches it starts another, and judges whether the main thread makes progress otherwise
+    (`pipespec.system.liveness`). A heartbeat that comes late ends nothing."""
 
     def __init__(
         self,

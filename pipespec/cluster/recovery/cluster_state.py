@@ -57,7 +57,7 @@ class ClusterProgress:
         """Whether a request is running and all ranks have joined (`complete`), but each waits for
         another: two may have lost each other, while both still reach Redis. `beats`: the leases of
         the workers. One that works, or is not known to wait, is none of these: it may take its
-        time, as its supervisor sees."""
+        time, as what watches it sees."""
         now = time.monotonic()
         # Of a lease, the process, its count, and whether it works.
         told = [None if beat is None else tuple(beat.split()[:3]) for beat in beats]

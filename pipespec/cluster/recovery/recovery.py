@@ -1,12 +1,12 @@
 """Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four signs indicate a fault: neither a worker nor its host gives a sign of life, a supervisor
+Four signs indicate a fault: neither a worker nor its host gives a sign of life, a fork server
 replaces a worker that a signal ended or that made no progress, a worker reports a suspicion (the
 link to a neighbour broke), or all ranks wait while a request is running. Then the next epoch
 begins, with the same assignment or, where a worker stays away, with a spare in its place or fewer
 stages. Running requests return to the queue, the other ranks join again with their weights in
 memory, and the head prefills prompt and accepted tokens. The launcher kills no worker: whether one
-makes progress is for its supervisor to judge (`pipespec.system.liveness`).
+makes progress is for what watches it to judge (`pipespec.system.liveness`).
 
 Every field of `Recovery` belongs to its thread once `watch` has started it. Other threads read
 `Recovery.state` alone, an immutable value that is replaced as a whole (read it once for one

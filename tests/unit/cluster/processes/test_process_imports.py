@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from pipespec.cluster.processes.torchrun import ELASTIC
 from pipespec.cluster.processes.worker_group import PRELOAD
 from pipespec.cluster.session import WORKER_ENTRYPOINT
 from pipespec.engine.formats.architectures import modeling_module
@@ -18,7 +17,7 @@ COMPUTES = ["torch", "transformers", "accelerate", "sympy", "triton", "llguidanc
 CONTROLS = ["hydra", "omegaconf", "redis", "rich", "tokenizers", "numpy"]
 OPTIONAL = ["torchao", "bitsandbytes", "torchvision", "onnx", "flashinfer", "llguidance"]
 OF_OTHERS = ["fastapi", "asyncssh", "cryptography.hazmat", "hydra", "rich"]
-WORKER = [ELASTIC, *PRELOAD, WORKER_ENTRYPOINT.partition(":")[0], modeling_module("qwen2")]
+WORKER = [*PRELOAD, WORKER_ENTRYPOINT.partition(":")[0], modeling_module("qwen2")]
 DEMO = """
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide

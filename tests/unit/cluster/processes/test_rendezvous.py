@@ -8,7 +8,6 @@ import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousParameters,
-    rendezvous_handler_registry,
 )
 
 from pipespec.cluster.processes import rendezvous
@@ -19,8 +18,7 @@ def parameters(nodes: int = 1) -> RendezvousParameters:
 
 
 def test_one_node_completes_each_rendezvous_alone():
-    rendezvous.register()
-    handler = rendezvous_handler_registry.create_handler(parameters())
+    handler = rendezvous.create(parameters())
     for _ in range(2):
         found = handler.next_rendezvous()
         assert (found.rank, found.world_size) == (0, 1)
