@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from ipaddress import ip_address
 
 from pipespec.cluster.diagnostics.findings import (
@@ -16,10 +15,10 @@ from pipespec.cluster.diagnostics.inventory import PACKAGES, Inventory
 from pipespec.cluster.diagnostics.probe import Reachability
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.formats.slice_tensors import listed
-from pipespec.system.network_interfaces import Interface, interface_with
+from pipespec.system.network_interfaces import Interface
 
-# A link slower than this share of its interfaces' stated rate has a fault or is in use; a single
-# burst from Python cannot measure interfaces faster than `FASTEST_MBIT`.
+# A link slower than this share of its interfaces' stated rate has a fault or is in use; one
+# connection from Python cannot measure interfaces faster than `FASTEST_MBIT`.
 FAIR_SHARE = 0.5
 FASTEST_MBIT = 10_000
 # What should have one version everywhere, and whether a difference is an error: ranks with
@@ -72,7 +71,6 @@ def diagnose(
         *_not_examined(hosts_file),
         *_addresses(hosts_file, hosts),
         *_unreachable(links),
-        *_detours(hosts_file, hosts, links),
         *_versions(inventories),
         *model_findings(hosts_file, inventories, fetchable),
         *_devices(hosts_file, inventories),
@@ -121,8 +119,7 @@ def _unreachable(links: Sequence[LinkReport]) -> Iterator[Finding]:
     groups: dict[tuple[str, Reachability], list[str]] = {}
     for link in links:
         if link.reach.problem is not None:
-            key = link.to, replace(link.reach, interface=None)
-            groups.setdefault(key, []).append(link.source)
+            groups.setdefault((link.to, link.reach), []).append(link.source)
     for (to, reach), sources in groups.items():
         assert reach.problem is not None and reach.place is not None
         who = listed(sources)
@@ -131,32 +128,6 @@ def _unreachable(links: Sequence[LinkReport]) -> Iterator[Finding]:
         )
         sentence = f"{who} cannot reach {to} at {reach.place.address}: {clause}"
         yield Finding(True, (*sources, to), sentence)
-
-
-def _detours(
-    hosts_file: HostsFile, hosts: Mapping[str, HostReport], links: Sequence[LinkReport]
-) -> Iterator[Finding]:
-    """Routes through another interface than the one that should carry batches."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for link in links:
-        here, there = hosts[link.source].listening, hosts[link.to].listening
-        used = link.reach.interface
-        if here is None or there is None or used is None or here.carrier in (None, used):
-            continue
-        if interface_with(there.places[-1].address, here.interfaces) is not None:
-            continue  # one machine
-        groups.setdefault((link.source, used), []).append(link.to)
-    for (source, used), targets in groups.items():
-        listening, host = hosts[source].listening, hosts_file.host(source)
-        assert listening is not None
-        named = host.interface is not None
-        why = "the `interface` of its entry" if named else "which has its `address`"
-        yield Finding(
-            named,
-            (source, *targets),
-            f"{source} reaches {listed(targets)} through {used} and not through "
-            f"{listening.carrier}, {why}; correct the routes, or name {used} and its address.",
-        )
 
 
 def _versions(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:

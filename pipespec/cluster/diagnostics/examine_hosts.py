@@ -215,10 +215,10 @@ class Examination(ExitStack):
     def measure(self, name: str, other: str) -> None:
         """Whether a host reaches another one, and how fast the link is."""
         listening = self.seen[other].listening
-        if listening is None or not listening.places:
+        if listening is None or listening.place is None:
             return
-        places = [asdict(place) for place in listening.places]
-        answer = self._probes[name].ask("link", token=self._token, name=other, places=places)
+        place = asdict(listening.place)
+        answer = self._probes[name].ask("link", token=self._token, name=other, place=place)
         found = from_fields(Link, answer)
         self.links[name, other] = LinkReport(found.reach, found.measured, name, other)
 

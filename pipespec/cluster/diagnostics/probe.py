@@ -7,7 +7,7 @@ One JSON object per line: requests on standard input, answers on standard output
     {"do": "prepare"}                                   nothing; it imports what measures
     {"do": "measure", request}                          HostFigures
     {"do": "listen", name, token, address, interface}   Listening
-    {"do": "link", token, name, places}                 Link
+    {"do": "link", token, name, place}                  Link
 
 An answer is {"value"}, or {"error": sentence}. The listener accepts only the other hosts' probes,
 which send the token; token and requests arrive over SSH alone. A probe ends with its standard
@@ -15,8 +15,8 @@ input, and LIFETIME_S seconds after its start, or after what it measures, which 
 at the latest, as its input does not end if the link is cut.
 
 A link is tested for whether the port is open, its round trip and its rate. A listener replies with
-its host's name to connections that begin with the token. Each byte after it is a request: a ping
-comes back, and a burst is counted and answered with its rate."""
+its host's name to connections that begin with the token. After it come a number and so many bytes,
+which are answered with one byte, again and again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ import errno
 import hmac
 import json
 import os
-import select
 import signal
 import socket
 import statistics
@@ -32,7 +31,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -44,7 +43,7 @@ from pipespec.system import network_interfaces
 from pipespec.system.network_interfaces import Interface, interface_with, interfaces
 from pipespec.system.validation import from_fields
 
-PROTOCOL = 6
+PROTOCOL = 7
 # Loading some layers and the whole draft takes minutes where the disk is slow.
 LIFETIME_S, MEASURE_S = 300, 900
 MEASURING = "pipespec.cluster.diagnostics.measure_devices"  # it imports torch
@@ -54,16 +53,13 @@ MAX_PEERS = 64
 MAX_ANSWER = 4096
 NUM_PINGS = 21
 PING_TIME_S = 0.4  # no more of them after that
-BURST_S = 0.25
-# TCP needs some round trips to reach its rate; a burst lasts for MAX_BURST_S at most.
-BURST_ROUND_TRIPS = 12
-MAX_BURST_S = 2.0
-DURATION = struct.Struct("!d")
+# How long the bytes take whose rate is measured, in seconds and round trips, as TCP needs some to
+# reach its rate, and at most.
+BURST_S, BURST_ROUND_TRIPS, MAX_BURST_S = 0.25, 12, 2.0
+SIZE = struct.Struct("!Q")
 BLOCK = 1 << 18
-PING, BURST = b"p", b"b"
+RECEIVED = b"r"
 UNROUTABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
-# Closing then drops what is not sent yet.
-NO_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,37 +105,31 @@ class PeerConnection:
         self._answers.close()
         self._socket.close()
 
+    def send(self, size: int) -> float:
+        """Seconds until the peer has received so many bytes and has answered."""
+        block = memoryview(bytes(min(size, BLOCK)))
+        start = time.perf_counter()
+        self._socket.sendall(SIZE.pack(size))
+        for sent in range(0, size, BLOCK):
+            self._socket.sendall(block[: size - sent])
+        if self._answers.read(1) != RECEIVED:
+            raise ConnectionResetError
+        return time.perf_counter() - start
+
     def round_trip(self) -> float:
         times: list[float] = []
         end = time.perf_counter() + PING_TIME_S
         while len(times) < NUM_PINGS and (not times or time.perf_counter() < end):
-            start = time.perf_counter()
-            self._socket.sendall(PING)
-            if self._answers.read(1) != PING:
-                raise ConnectionResetError
-            times.append(time.perf_counter() - start)
+            times.append(self.send(1))
         return statistics.median(times)
 
-    def burst(self, round_trip: float) -> float:
-        """Send as fast as possible until the peer replies with the measured rate, in Gbit/s.
-        `round_trip` is in seconds; a link with a longer one is measured for longer."""
-        seconds = max(BURST_S, BURST_ROUND_TRIPS * round_trip)
-        block = bytes(BLOCK)
-        end = time.perf_counter() + PEER_TIMEOUT_S
-        self._socket.sendall(BURST + DURATION.pack(seconds))
-        self._socket.setblocking(False)
-        both = [self._socket]
-        while time.perf_counter() < end:
-            replied, writable, _ = select.select(both, both, [], PEER_TIMEOUT_S)
-            if replied:
-                break
-            if writable:
-                self._socket.send(block)
-        self._socket.settimeout(PEER_TIMEOUT_S)
-        rate = float(self._answers.readline(MAX_ANSWER))
-        # Bytes still in flight would delay the next measurement.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-        return rate
+    def rate(self, round_trip: float) -> float:
+        """Gbit/s of bytes that take long enough; `round_trip` is in seconds."""
+        enough_s = min(max(BURST_S, BURST_ROUND_TRIPS * round_trip), MAX_BURST_S)
+        size = BLOCK
+        while (seconds := self.send(size) - round_trip) < enough_s:
+            size *= 2
+        return 8e-9 * size / seconds
 
 
 class ProbeListener:
@@ -175,15 +165,14 @@ class ProbeListener:
         self._room.release()
 
     def _answer(self, connection: socket.socket) -> None:
-        while request := connection.recv(1):
-            if request == PING:
-                connection.sendall(PING)
-            elif request == BURST:
-                (seconds,) = DURATION.unpack(_exactly(connection, DURATION.size))
-                counted = rate(_arrivals(connection, min(seconds, MAX_BURST_S)))
-                connection.sendall(f"{counted}\n".encode())
-                while connection.recv(BLOCK):  # until the peer has read that
-                    pass
+        while True:
+            (left,) = SIZE.unpack(_exactly(connection, SIZE.size))
+            while left:
+                received = len(connection.recv(min(left, BLOCK)))
+                if not received:
+                    return
+                left -= received
+            connection.sendall(RECEIVED)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -196,45 +185,19 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _arrivals(connection: socket.socket, seconds: float) -> list[tuple[float, int]]:
-    """Pairs of a time and the number of bytes received until then, for `seconds` from the first."""
-    arrivals: list[tuple[float, int]] = []
-    total = 0
-    while not arrivals or arrivals[-1][0] - arrivals[0][0] < seconds:
-        count = len(connection.recv(BLOCK))
-        if not count:
-            break
-        total += count
-        arrivals.append((time.perf_counter(), total))
-    return arrivals
-
-
-def rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Gbit/s of a burst of (seconds, bytes until then). Its first third does not count, as TCP is
-    still increasing its rate, and a shaped link has saved-up credit."""
-    if len(arrivals) < 2:
-        return 0.0
-    (first, _), (last, total) = arrivals[0], arrivals[-1]
-    settled = first + (last - first) / 3
-    place = next(i for i, arrival in enumerate(arrivals) if arrival[0] >= settled)
-    # Of a receiver that stood still meanwhile, the last bytes may be all that came since.
-    start, before = arrivals[min(place, len(arrivals) - 2)]
-    return 8e-9 * (total - before) / (last - start) if last > start else 0.0
-
-
 # --- requests ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The endpoints at which a host accepts probes of the others, and its interfaces. `places` are
-    at its address (`number`) and, last, at that of the interface that carries its batches
-    (`carrier`) if it is another. `problem`: "unknown" (the address cannot be resolved), "absent"
-    (no interface has it), "no interface" (none of that name is up with an address of the same
-    family), or None."""
+    """The endpoint at which a host accepts probes of the others, and its interfaces. `place` is at
+    the address of the interface that carries its batches (`carrier`): its own (`number`), unless
+    the interface is named and has another. `problem`: "unknown" (the address cannot be resolved),
+    "absent" (no interface has it), "no interface" (none of that name is up with an address of the
+    same family), or None."""
 
     number: str | None
-    places: tuple[Endpoint, ...]
+    place: Endpoint | None
     carrier: str | None
     interfaces: tuple[Interface, ...]
     problem: str | None
@@ -242,11 +205,9 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Whether a peer answers; `interface` leads to the address that carries its batches. `problem`:
-    "refused", "silent", "no route", "stranger" (something else answers: the host `who`), or None.
-    """
+    """Whether a peer answers. `problem`: "refused", "silent", "no route", "stranger" (something
+    else answers: the host `who`), or None."""
 
-    interface: str | None
     problem: str | None = None
     place: Endpoint | None = None
     who: str | None = None
@@ -254,7 +215,7 @@ class Reachability:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Median round trip, and the rate at which a burst of bytes reached the peer."""
+    """Median round trip, and the rate at which bytes reached the peer."""
 
     rtt_ms: float
     gbit_per_s: float
@@ -272,41 +233,33 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
     try:
         number = network_interfaces.resolve(address)
     except OSError:
-        return Listening(None, (), None, here, "unknown")
+        return Listening(None, None, None, here, "unknown")
     carrier = interface_with(number, here)
     if carrier is None:
-        return Listening(number, (), None, here, "absent")
-    numbers = [number]
+        return Listening(number, None, None, here, "absent")
+    at = number
     if interface is not None:
         carrier = next((known for known in here if known.name == interface and known.up), None)
         alike = [a for a in carrier.addresses if (":" in a) == (":" in number)] if carrier else []
         if carrier is None or not alike:
-            return Listening(number, (), None, here, "no interface")
+            return Listening(number, None, None, here, "no interface")
         if interface_with(number, [carrier]) is None:
-            numbers.append(alike[0])
-    door = ProbeListener(name, token)
-    places = tuple(door.open(number) for number in numbers)
-    return Listening(number, places, carrier.name, here, None)
+            at = alike[0]
+    place = ProbeListener(name, token).open(at)
+    return Listening(number, place, carrier.name, here, None)
 
 
-def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
-    """Connect to every endpoint of a peer, and measure round trip and rate to the last."""
-    *others, last = [Endpoint(**place) for place in places]
-    leads = None
-    with suppress(OSError):  # there is no route
-        leads = interface_with(network_interfaces.source_address(last.address), interfaces())
-    interface = None if leads is None else leads.name
-    for place in (*others, last):
-        try:
-            with closing(PeerConnection(place, name, token)) as peer:
-                if place is last:
-                    round_trip = peer.round_trip()
-                    speed = LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
-        except NotReached as error:
-            return Link(Reachability(interface, error.problem, place, error.who), None)
-        except (OSError, ValueError):
-            return Link(Reachability(interface, "silent", place), None)
-    return Link(Reachability(interface), speed)
+def link(token: str, name: str, place: dict[str, Any]) -> Link:
+    """Connect to a peer, and measure round trip and rate."""
+    there = Endpoint(**place)
+    try:
+        with closing(PeerConnection(there, name, token)) as peer:
+            round_trip = peer.round_trip()
+            return Link(Reachability(), LinkSpeed(1e3 * round_trip, peer.rate(round_trip)))
+    except NotReached as error:
+        return Link(Reachability(error.problem, there, error.who), None)
+    except (OSError, ValueError):
+        return Link(Reachability("silent", there), None)
 
 
 def measure(request: dict[str, Any]) -> Any:

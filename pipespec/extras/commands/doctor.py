@@ -171,11 +171,11 @@ def hosts_table(report: Report) -> Table:
 def links_table(report: Report) -> Table:
     from rich.table import Table
 
-    columns = ("from", "to", "through", "round trip ms", "Gbit/s")
+    columns = ("from", "to", "round trip ms", "Gbit/s")
     table = Table(*columns, title="Links", title_justify="left")
     for link in report.links:
         figures = [link.reach.problem or "-", "-"]
         if link.measured is not None:
             figures = [f"{link.measured.rtt_ms:.3f}", f"{link.measured.gbit_per_s:.2f}"]
-        table.add_row(link.source, link.to, link.reach.interface or "-", *figures)
+        table.add_row(link.source, link.to, *figures)
     return table

@@ -71,15 +71,14 @@ def listening(name: str) -> Listening:
         Interface("eth0", (number,), True, 10_000, 1500),
         Interface("eth1", (f"192.168.0.{number[-1]}",), True, 1000, 1500),
     )
-    return Listening(number, (Endpoint(number, 4000),), "eth0", found, None)
+    return Listening(number, Endpoint(number, 4000), "eth0", found, None)
 
 
 def link(source: str, to: str, **reach: Any) -> LinkReport:
     if "problem" in reach:
-        found = Reachability("eth0", place=Endpoint(address(to), 4000), **reach)
+        found = Reachability(place=Endpoint(address(to), 4000), **reach)
         return LinkReport(found, None, source, to)
-    found = Reachability(**{"interface": "eth0", **reach})
-    return LinkReport(found, LinkSpeed(0.2, 9.4), source, to)
+    return LinkReport(Reachability(), LinkSpeed(0.2, 9.4), source, to)
 
 
 ALL_LINKS = [link(a, b) for a in NAMES for b in NAMES if a != b]
@@ -143,24 +142,6 @@ def test_unreachable_host_is_one_finding(hosts_file: HostsFile) -> None:
     assert found.sentence.startswith("alpha and gamma cannot reach beta")
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_batches_that_leave_through_another_interface(named: bool, tmp_path: Path) -> None:
-    hosts_file = make_hosts(tmp_path, of_alpha={"interface": "eth0"} if named else {})
-    astray = [link("alpha", to, interface="eth1") for to in ("beta", "gamma")]
-    found = only(diagnose(hosts_file, healthy(), with_links(*astray)))
-    assert found.error is named
-    assert "alpha reaches beta and gamma through eth1 and not through eth0" in found.sentence
-
-
-def test_two_hosts_on_one_machine_may_use_any_interface(hosts_file: HostsFile) -> None:
-    hosts = healthy()
-    seen = hosts["alpha"].listening
-    assert seen is not None
-    shared = replace(seen.interfaces[2], addresses=(address("beta"),))
-    hosts["alpha"].listening = replace(seen, interfaces=(*seen.interfaces[:2], shared))
-    assert diagnose(hosts_file, hosts, with_links(link("alpha", "beta", interface="eth1"))) == []
-
-
 def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile) -> None:
     slow = [replace(link("alpha", to), measured=LinkSpeed(0.2, 0.94)) for to in ("beta", "gamma")]
     found = diagnose(hosts_file, healthy(), with_links(*slow))
@@ -181,9 +162,9 @@ def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"problem": "unknown", "number": None, "places": ()}, "cannot resolve its own address"),
-        ({"problem": "absent", "places": ()}, "192.168.0.1 on eth1"),
-        ({"problem": "no interface", "places": ()}, "one that it has (lo, eth0 and eth1)"),
+        ({"problem": "unknown", "number": None, "place": None}, "cannot resolve its own address"),
+        ({"problem": "absent", "place": None}, "192.168.0.1 on eth1"),
+        ({"problem": "no interface", "place": None}, "one that it has (lo, eth0 and eth1)"),
         ({"number": "127.0.1.1"}, "On alpha itself"),
     ],
 )
