@@ -159,20 +159,6 @@ def loading(deployment: Deployment) -> str:
     return f"loading {deployment.target.path.name}, {size_text(sum(sizes))}"
 
 
-def groups(deployment: Deployment) -> str | None:
-    """A line with what each device of a group takes of the weights of its rank at most; None: each
-    rank has a device of its own."""
-    found = []
-    for name, info, rank in _ranks(deployment):
-        members = memory.members_of(deployment, rank, mid=info is deployment.mid)
-        if members == 1:
-            continue
-        layers = memory.layers_of(deployment, info, rank)
-        size = memory.held_bytes(deployment, info, layers, members)
-        found.append(f"{name} {size_text(size)} on each of {members}")
-    return f"Devices of a group hold at most: {'; '.join(found)}." if found else None
-
-
 def expanded(deployment: Deployment) -> str | None:
     """A line that names checkpoints whose weights take more memory than their files, if any do."""
     reasons = [
