@@ -29,7 +29,6 @@ SILENT = "no answer"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 SEAL = "transport.seal="
 WATCH_S = 1.0
-USUAL = "sdpa"  # the default backend on a CPU
 
 
 def add(commands: Commands) -> None:
@@ -150,6 +149,7 @@ def processes(
             "link": links[rank],
             "busy": time_ns and busy.get(str(rank), 0) / time_ns,
             "waits": time_ns and receive.get(str(rank), 0) / time_ns,
+            "attention": status.computing.get(rank, {}).get("attention"),
             "version": status.computing.get(rank, {}).get("version"),
         }
         for worker in assigned.members(rank):
@@ -179,17 +179,16 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
-        how = computing(cluster.get("computing", {}))
         log = f"log: {cluster['log']}" if "log" in cluster else None
-        found = (problem, fault, kinds, done, how, versions(cluster.get("processes", ())), log)
+        found = (problem, fault, kinds, done, versions(cluster.get("processes", ())), log)
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
     of_one = clusters[0].get("processes") if len(clusters) == 1 else None
     show(table, *([process_table(of_one)] if of_one else []), *notes)
 
 
 def process_table(processes: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("host", "rank", "state", "layers", "link", "busy", "waits", "pid")
-    table = table_of("", *(f"{name} " for name in names), left=5)
+    names = ("host", "rank", "state", "layers", "attention", "link", "busy", "waits", "pid")
+    table = table_of("", *(f"{name} " for name in names), left=6)
     for each in processes:
         table.add_row(*(f"{_cell(each.get(name))} " for name in names))
     return table
@@ -238,21 +237,3 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
         f"{statistics['cache_hits']} of {statistics['cache_queries']} tokens found in KV; "
         f"{statistics['preemptions']} preemptions."
     )
-
-
-def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Attention backends and other choices of ranks in one line; None: all are the default."""
-    alike: dict[str, list[int]] = {}
-    for rank, how in ranks.items():
-        sizes = " and ".join(map(str, how["graph_rows"]))
-        graphs = f", graphs of {sizes} rows" if sizes else ""
-        together = f", {how['devices']} devices together" if how["devices"] > 1 else ""
-        text = f"{how['attention']}{graphs}{', compiled' * how['compiled']}{together}"
-        alike.setdefault(text, []).append(rank)
-    listed = "; ".join(
-        f"{how} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})"
-        for how, those in alike.items()
-    )
-    refused = [f"rank {rank}: {why}" for rank, how in ranks.items() for why in how["refused"]]
-    usual = set(alike) <= {USUAL} and not refused
-    return None if usual else " ".join([f"attention: {listed}.", *refused])
