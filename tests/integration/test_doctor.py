@@ -233,24 +233,6 @@ def test_addresses_at_which_hosts_cannot_be_reached(
     assert all(part in line for part, line in zip(parts, lines, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["/no/such/hosts.yaml"], "No such file"),
-        (["model.tagret=a"], "did you mean model.target?"),
-        (["hosts.yaml", "--jsn"], "did you mean --json?"),
-    ],
-)
-def test_mistakes_come_before_anything_starts(
-    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert part in err
-
-
 # --- the probe by itself ----------------------------------------------------------------------
 
 

@@ -157,20 +157,6 @@ def test_fork_server_ended_by_sigterm_is_replaced(struck, greedy):
     assert ask(struck, at=EARLY, fault=lambda: os.kill(server, signal.SIGTERM)) == greedy
 
 
-@pytest.mark.long
-def test_rank_that_hangs_when_the_clock_of_redis_is_set_back_is_replaced(struck, greedy):
-    pid = pid_of(struck, 2)
-
-    def hang() -> None:
-        os.kill(pid, signal.SIGSTOP)
-        # As if its lease had been given an hour later.
-        lease = RedisKeys(struck.cluster.namespace).lease(struck.cluster.deployment.workers[2])
-        assert to_redis(struck, "PEXPIRE", lease, 3_600_000)
-
-    assert ask(struck, at=EARLY, fault=hang) == greedy
-    await_another(struck, 2, pid)
-
-
 def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
     """As all do when the clock of Redis is set forward."""
     pids = [pid_of(struck, rank) for rank in range(STAGES + 1)]

@@ -35,7 +35,6 @@ hosts:
   - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu, cpu]}
 """
-THERE = "address: 127.0.0.2, ssh: none, devices: [cpu, cpu]"
 PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32
 LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
@@ -175,25 +174,6 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
     said = manual_host(hosts_file, "there", other).stderr
     assert "is no invitation" in said
     assert "s3cret" not in said
-
-
-@pytest.mark.long
-def test_up_prints_worker_output_until_ctrl_c(environment, capfd):
-    hosts_file = environment / "hosts.yaml"
-    hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
-    log = environment / "log"
-    with (
-        running(pipespec("up", str(hosts_file)), log) as launched,
-        watched(lambda: family(launched.pid)) as seen,
-    ):
-        until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
-        assert answer(capfd, "hand") == expected()
-    assert launched.returncode == 0
-    assert_private(seen, {LOOPBACK})
-    said = log.read_text()
-    assert "here/1 rank 1: epoch 1" in said
-    assert "there/0 rank 2: epoch 1" in said
-    assert registry.held("hand") is None
 
 
 @pytest.mark.long

@@ -63,13 +63,6 @@ def test_nccl_between_hosts_is_refused() -> None:
         require_backend(deployment)
 
 
-def test_stages_that_share_a_gpu_are_named() -> None:
-    line = shared_gpu(on("cpu", "cuda:1", "cuda:1"))
-    assert line is not None and line.startswith("2 stages share cuda:1 of ")
-    assert shared_gpu(on("cuda:0", "cuda:0", "cuda:1")) is None
-    assert shared_gpu(on("cpu", "cpu", "cpu")) is None
-
-
 @pytest.mark.parametrize(
     ("few_bits", "device", "why", "said"),
     [
@@ -104,20 +97,21 @@ def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "stages", "said"),
+    ("num_gpus", "stages", "members", "said"),
     [
-        (1, 1, "2 members of stages share cuda:0 of "),
-        (3, 2, "2 members of stages share cuda:0 of "),
-        (5, 2, None),
+        (1, 2, 1, "2 stages share cuda:0 of "),
+        (3, 2, 1, None),
+        (1, 1, 2, "2 members of stages share cuda:0 of "),
+        (3, 2, 2, "2 members of stages share cuda:0 of "),
+        (5, 2, 2, None),
     ],
 )
-def test_members_of_stages_that_share_a_gpu_are_named(
-    num_gpus: int, stages: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+def test_stages_and_their_members_that_share_a_gpu_are_named(
+    num_gpus: int, stages: int, members: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: num_gpus)
-    line = shared_gpu(
-        planned("cluster.devices=[cuda]", f"cluster.stages={stages}", "cluster.tensor_parallel=2")
-    )
+    settings = (f"cluster.stages={stages}", f"cluster.tensor_parallel={members}")
+    line = shared_gpu(planned("cluster.devices=[cuda]", *settings))
     assert line is None if said is None else line is not None and line.startswith(said)
 
 

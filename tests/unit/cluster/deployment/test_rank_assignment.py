@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,21 +9,8 @@ from hypothesis import strategies as st
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import JOINED, Host
 
-ROSTER = RankAssignment(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)))
-
 names = st.text(min_size=1)
 layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: range(at[0], sum(at)))
-
-
-def test_assignment_is_encoded_as_plain_json() -> None:
-    assert json.loads(ROSTER.encode()) == {
-        "workers": ["beta/1", "alpha/0", "beta/0"],
-        "layers": [[0, 3], [3, 8]],
-        "followers": [],
-        "joined": [],
-        "changes": 0,
-        "others": [],
-    }
 
 
 @pytest.mark.parametrize(
