@@ -113,9 +113,7 @@ def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path):
 def test_missing_torch_on_one_host_is_named_with_that_host(bed, tmp_path):
     said, _ = generate(bed, {"env": without("torch", tmp_path)}, hung_up())
 
-    assert said.startswith(
-        "pipespec: the fork server on host c (exit code 1): ModuleNotFoundError: "
-    )
+    assert said.startswith("pipespec: c/0 on host c (exit code 1): ModuleNotFoundError: ")
     assert "torch" in said
 
 
