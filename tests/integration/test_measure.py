@@ -74,7 +74,6 @@ def host():
 
 @pytest.mark.long
 def test_a_host_says_times_sizes_and_memory(host):
-    host.prepare("a")
     answer = host.measure_devices("a", asdict(WISH))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     drafting, staging = answer["devices"]

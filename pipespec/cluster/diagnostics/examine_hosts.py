@@ -179,10 +179,6 @@ class Examination(ExitStack):
         self._probes[name].end()
         self._probes[name].failure(STOP_TIMEOUT_S)
 
-    def prepare(self, name: str) -> None:
-        """Have a probe import what `measure_devices` needs, beside the caller."""
-        self._probes[name].write(json.dumps({"do": "prepare"}))
-
     def measure_devices(self, name: str, request: Mapping[str, Any]) -> HostFigures:
         """What the devices of a host do; `request`: the fields of a MeasureRequest."""
         answer = self._probes[name].ask("measure", MEASURE_S, request=request)

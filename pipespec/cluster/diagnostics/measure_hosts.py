@@ -155,12 +155,9 @@ def measure_hosts(
     )
 
 
-def measure_joined(
-    host: Host, deployment: Deployment, layers: range, prepare: Callable[[], int]
-) -> MeasuredHost:
+def measure_joined(host: Host, deployment: Deployment, layers: range) -> MeasuredHost:
     """Measure a host that joins a running cluster, and its links to the others. It computes stages
-    alone, and has the weights of these layers of the target, and nothing else to do, after
-    `prepare`, which gives the bytes that all workers share, by CPU. Raises HostFailed."""
+    alone, and has the weights of these layers of the target. Raises HostFailed."""
     config, target = deployment.config, deployment.target
     shared = deployment.shared.get("target")
     request = _request(
@@ -176,14 +173,12 @@ def measure_joined(
     )
     with Examination(HostsFile("joined", (*deployment.hosts, host))) as examination:
         examination.start(host.name)
-        examination.prepare(host.name)
-        shared_bytes = prepare()
         devices = examination.measure_devices(host.name, asdict(request))["devices"]
         for each in deployment.hosts:
             examination.start(each.name)
         links = examination.links_of(host.name)
     workers = []
-    for name, device, found in zip(host.workers, host.devices, devices, strict=True):
+    for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
             raise HostFailed(
@@ -196,7 +191,7 @@ def measure_joined(
                 head_ms=stage["head_ms"],
                 embedding_ms=stage["embedding_ms"],
                 kind_ms=tuple(stage.get("kind_ms", ())),
-                memory_bytes=found["memory_bytes"] + shared_bytes * (device == "cpu"),
+                memory_bytes=found["memory_bytes"],
             )
         )
     routes = {

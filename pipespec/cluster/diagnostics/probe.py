@@ -4,7 +4,6 @@ One JSON object per line: requests on standard input, answers on standard output
 
     {"do": "hello"}                                     PROTOCOL
     {"do": "inventory", models, devices}                inventory.Inventory
-    {"do": "prepare"}                                   nothing; it imports what measures
     {"do": "measure", request}                          HostFigures
     {"do": "listen", name, token, address, interface}   Listening
     {"do": "link", token, name, place}                  Link
@@ -287,12 +286,8 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        if (do := request.pop("do")) == "prepare":
-            signal.alarm(0)  # a host that has joined ends its programs when its connection breaks
-            import_module(MEASURING)
-            continue
         try:
-            answer = {"value": REQUESTS[do](**request)}
+            answer = {"value": REQUESTS[request.pop("do")](**request)}
         except PipespecError as error:
             answer = {"error": str(error)}
         print(json.dumps(answer, default=asdict), file=answers, flush=True)

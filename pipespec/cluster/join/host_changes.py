@@ -16,7 +16,7 @@ from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
-from pipespec.cluster.join.host_steps import LOOK_S, HostSteps
+from pipespec.cluster.join.host_steps import HostSteps
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
@@ -34,8 +34,9 @@ from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
-# Seconds in which a new host must have imported torch, must be measured, and without a byte of what
-# is fetched; and in which an epoch must begin once all workers of a layout are there.
+# Seconds in which the workers of a new host must have imported torch, the host must be measured,
+# and without a byte of what is fetched; and in which an epoch must begin once all workers of a
+# layout are there.
 IMPORTING_S, MEASURING_S, STILL_S, BEGINNING_S = 120.0, 120.0, 30.0, 30.0
 
 
@@ -78,25 +79,20 @@ class HostChanges:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
         and `leaving` says whether it does not want to join any more. Raises PipespecError; the
         cluster is then to go on without the host (`lost`)."""
-        # What its workers need is imported beside what measures it: that takes longest.
-        agent = self._guests[host.name] = self._agents.add(host)
-        started = False
 
         def require() -> None:
             self._require_cluster()
-            if agent.failed:
-                raise HostFailed(agent.why())
+            if (failure := self.failure(host.name)) is not None:
+                raise HostFailed(failure)
             if leaving():
                 raise HostFailed(f"{host.name} has left before it had joined")
 
         steps = HostSteps(host.name, tell, require)
 
-        def imported() -> int:
-            steps.begin("it imports what its workers need", IMPORTING_S)
-            while not agent.imported.wait(LOOK_S):
-                if steps.over.is_set():
-                    raise HostFailed(f"{host.name} does not join")
-            return agent.imported_bytes // max(1, host.devices.count("cpu"))
+        found = steps.run(partial(measured, host, self.deployment, steps, self._distribute))
+        # It imports what its workers need while the weights come.
+        agent = self._guests[host.name] = self._agents.add(host)
+        started = False
 
         def prepare(_: Deployment, after: Deployment) -> None:
             nonlocal started
@@ -109,9 +105,6 @@ class HostChanges:
             steps.begin("its workers start", IMPORTING_S)
             steps.wait(lambda: self._recovery.state.alive.issuperset(host.workers))
 
-        found = steps.run(
-            partial(measured, host, self.deployment, steps, self._distribute, imported)
-        )
         after = self._switch(
             lambda before: with_hosts(before, [(host, found)]), prepare, f"{host.name} joins", steps
         )
@@ -225,10 +218,9 @@ def measured(
     before: Deployment,
     steps: HostSteps,
     distribute: Distribute = distribute_weights,
-    ready: Callable[[], int] = lambda: 0,
 ) -> MeasuredHost:
-    """Measure a new host with a few layers of the target, which it gets from the others, once it is
-    `ready`; these are `steps` of it. Raises PipespecError."""
+    """Measure a new host with a few layers of the target, which it gets from the others; these are
+    `steps` of it. Raises PipespecError."""
     layers = sample_layers(before)
     before = replace(before, shared=before.shared or shared_names(before))
     ranks = (before.workers[0], host.workers[0])
@@ -238,15 +230,10 @@ def measured(
         layers=(layers,),
         fetched=False,
     )
-
-    def prepare() -> int:
-        steps.begin("it gets the layers with which it is measured", STILL_S)
-        distribute(trial, on_progress=steps.progress, on_warning=print_error, over=steps.over)
-        taken = ready()
-        steps.begin("the host is measured", MEASURING_S)
-        return taken
-
-    return measure_joined(host, before, layers, prepare)
+    steps.begin("it gets the layers with which it is measured", STILL_S)
+    distribute(trial, on_progress=steps.progress, on_warning=print_error, over=steps.over)
+    steps.begin("the host is measured", MEASURING_S)
+    return measure_joined(host, before, layers)
 
 
 def sample_layers(deployment: Deployment) -> range:

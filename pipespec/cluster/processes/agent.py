@@ -9,7 +9,7 @@ The *agent* talks with the launcher of the cluster and imports no torch. The *fo
 The agent reads from standard input the launcher's version, one line, its setup and its job; then
 lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
 line, ends the host. To standard output go JSON objects, one per line: from the agent
-{"preparing": true}; from the fork server {"imported": bytes}, before it reads the job,
+{"preparing": true}; from the fork server
 {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
 life {"present": numbers of the workers that run}, and at last {"ended": true} or
 {"failed": sentence}. If the fork server ends without that, the agent writes {"failed": sentence},

@@ -96,8 +96,6 @@ class AgentHandle:
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self.reached = False  # whether an agent of the host ever sent a message
-        self.imported = threading.Event()  # whether an agent of it has imported all modules
-        self.imported_bytes = 0  # of memory, for that; its workers share it
         self.signs = dict.fromkeys(host.workers, 0)
         self._refusal = ""  # the last sentence with which a restarted agent refused
         self._start()
@@ -255,10 +253,6 @@ class AgentHandle:
             if message is None:
                 continue
             self.reached = True
-            if "imported" in message:
-                self.imported_bytes = message["imported"]
-                self.imported.set()
-                continue
             if "refused" in message and self._restarted:
                 self._note_refusal(message["refused"])
                 continue

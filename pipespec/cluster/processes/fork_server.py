@@ -72,11 +72,9 @@ def main() -> None:
             import_module(module)
     gc.freeze()
     gc.enable()
-    memory = psutil.Process().memory_info()
+    directory, job = pickle.load(sys.stdin.buffer)
     sys.stdout.flush()  # a module may have left a line of its own unfinished
     os.write(1, b"\n")
-    send_message({"imported": memory.rss - memory.shared})
-    directory, job = pickle.load(sys.stdin.buffer)
     send_message(run_workers(Path(directory), job, agent))
     os._exit(0)  # skips half a second of dismantling torch
 

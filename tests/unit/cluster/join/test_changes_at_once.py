@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ SLOW, QUICK = (
 )
 # What a host waits for, and the step in which it is then.
 STEPS = {
-    "import": "it imports what its workers need",
     "measure": "the host is measured",
     "fetch": "it gets the weights of layers",
     "start": "its workers start",
@@ -37,14 +36,10 @@ STEPS = {
 }
 
 
+@dataclass
 class Agent:
-    failed = False
-    imported_bytes = 4096
-
-    def __init__(self, host: Host, imported: bool) -> None:
-        self.host, self.imported = host, threading.Event()
-        if imported:
-            self.imported.set()
+    host: Host
+    failed: bool = False
 
 
 class Cluster:
@@ -77,13 +72,12 @@ class Cluster:
             until(lambda: self.goes_on.is_set() or over())
 
     def add(self, host: Host) -> Agent:
-        return Agent(host, imported=host is QUICK or self.still != "import")
+        return Agent(host)
 
     def remove(self, agent: Agent) -> None:
         self.removed.append(agent.host.name)
 
-    def measure(self, host: Host, _: object, __: object, ready: Callable[[], int]) -> MeasuredHost:
-        assert ready() == 4096
+    def measure(self, host: Host, *_: object) -> MeasuredHost:
         if host is SLOW:
             self.stand("measure")
         return MeasuredHost(tuple(Worker(name, layer_ms=1.0) for name in host.workers), {})
@@ -148,8 +142,6 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
         until(lambda: any(" of " in each and each.endswith(" s") for each in cluster.sentences))
         if end == "goes on":
             cluster.goes_on.set()
-            if still == "import":
-                cluster.changes._guests["slow"].imported.set()
             cluster.still = ""
             cluster.begin(SLOW)
             work.result(20)
@@ -167,7 +159,7 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
         assert cluster.names[-1:] == ["quick"]
         if still != "leave":
             cluster.changes.lost("slow")
-            assert cluster.removed[-1] == "slow"
+            assert (cluster.removed[-1] == "slow") is (still != "measure")
 
 
 def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(

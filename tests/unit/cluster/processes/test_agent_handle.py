@@ -99,9 +99,8 @@ def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
 
 
 def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:
-    """Its agent has imported what the workers need, while the host was measured."""
-    handle, deaths = started('{"imported": 4096}', PREPARING, job=None)
-    until(lambda: handle.imported.is_set() and handle.failed)
+    handle, deaths = started(PREPARING, PREPARING, job=None)
+    until(lambda: handle.reached and handle.failed)
     before = handle._agent
     handle.restart_if_lost()
     assert handle._agent is before
