@@ -24,7 +24,7 @@ from typing import Any
 
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.processes.agent import AgentSetup
-from pipespec.cluster.processes.fork_server import WorkerJob
+from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.cluster.weights.host import WeightHost
 from pipespec.config.choices import groups, options, read_choice
 from pipespec.controller import log_records, redis_keys

@@ -191,7 +191,7 @@ def kill_host(bed: Testbed, host: str) -> bool:
 
 
 def supervisor_pid(pid: int | None) -> int | None:
-    """The process id of a rank's supervisor."""
+    """The process id of what watches a rank: the agent of its host, or by hand its parent."""
     with suppress(psutil.NoSuchProcess):
         return None if pid is None else psutil.Process(pid).ppid()
     return None

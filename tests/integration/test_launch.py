@@ -196,15 +196,14 @@ def test_failure_is_reported_within_three_seconds_while_another_rank_is_in_a_lon
         assert time.monotonic() - began < TOLD_S
 
 
-@pytest.mark.parametrize("who", ["agent", pytest.param("fork server", marks=pytest.mark.long)])
-def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
+def test_the_death_of_what_started_them_ends_the_ranks(meeting, place):
     """The recovery starts the host again."""
     with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)
         agent = psutil.Process(os.getsid(pids[0]))  # it leads the ranks' session
-        (server,) = agent.children()
-        assert server.num_threads() == 1  # a process with threads must not fork
-        (server if who == "fork server" else agent).kill()
+        assert {child.pid for child in agent.children()} == set(pids)
+        assert agent.num_threads() == 1  # a process with threads must not fork
+        agent.kill()
         until(lambda: not any(map(is_alive, pids)), LIMIT_S)
         assert cluster.poll()
 
@@ -214,12 +213,11 @@ def test_results_of_a_rank_that_a_signal_ends_are_not_waited_for():
         results_of(end_with_a_signal, (), num_ranks=1)
 
 
-def test_the_death_of_the_fork_server_before_there_is_a_job_is_told_at_once():
+def test_the_death_of_the_agent_before_there_is_a_job_is_told_at_once():
     with WorkerGroup([this_machine(["cpu"])], ()) as cluster:
         (agent,) = psutil.Process().children()
-        until(agent.children)
-        agent.children()[0].kill()
-        with pytest.raises(RankFailed, match=r"the fork server ended too early \(SIGKILL\)"):
+        agent.kill()
+        with pytest.raises(RankFailed, match=r"the launcher of the ranks on host .*\(SIGKILL\)"):
             until(lambda: not cluster.poll(), LIMIT_S)
 
 

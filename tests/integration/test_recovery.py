@@ -152,9 +152,9 @@ def test_rank_that_hangs_or_ends_by_another_signal_is_replaced_and_no_other(
 
 
 @pytest.mark.long
-def test_fork_server_ended_by_sigterm_is_replaced(struck, greedy):
-    server = psutil.Process(pid_of(struck, 1)).ppid()
-    assert ask(struck, at=EARLY, fault=lambda: os.kill(server, signal.SIGTERM)) == greedy
+def test_agent_ended_by_sigterm_is_replaced(struck, greedy):
+    agent = psutil.Process(pid_of(struck, 1)).ppid()
+    assert ask(struck, at=EARLY, fault=lambda: os.kill(agent, signal.SIGTERM)) == greedy
 
 
 def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
@@ -215,20 +215,20 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(struck, greedy):
 
 @pytest.mark.long
 def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
-    """The fork server is stopped with it, so nobody starts it again."""
+    """The agent is stopped with it, so nobody starts it again."""
     with clusters.last("cluster.spares=1", "cluster.patience_s=1") as running:
         pid = pid_of(running, 2)
-        server = psutil.Process(pid).ppid()
+        agent = psutil.Process(pid).ppid()
 
         def fault() -> None:
-            os.kill(server, signal.SIGSTOP)
+            os.kill(agent, signal.SIGSTOP)
             os.kill(pid, signal.SIGSTOP)
 
         try:
             assert ask(running, at=EARLY, fault=fault) == greedy
             assert f"local/{STAGES + 1}" in running.cluster.state.assignment.workers
         finally:
-            os.kill(server, signal.SIGCONT)
+            os.kill(agent, signal.SIGCONT)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pipespec.cluster.processes.fork_server import WORKER
+from pipespec.cluster.processes.forked_workers import WORKER
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.config.hosts import this_machine
 from pipespec.errors import RankFailed

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipespec.cluster.processes.agent import check_version, choose_interface
-from pipespec.cluster.processes.fork_server import WORKER
+from pipespec.cluster.processes.forked_workers import WORKER
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, ControllerError, PipespecError, print_error

@@ -1,47 +1,38 @@
-"""What runs on each host: the agent, the fork server, and its workers.
+"""What runs on each host: the agent, and the workers that it forks.
 
-    agent ── fork server ─┬─ worker (host/0)
-                          └─ worker (host/1)
+    agent ─┬─ worker (host/0)
+           └─ worker (host/1)
 
-The *agent* talks with the launcher of the cluster and imports no torch. The *fork server*
-(`fork_server.py`) imports once what all workers need, forks them, and watches them.
-
-The agent reads from standard input the launcher's version, one line, its setup and its job; then
-lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
-line, ends the host. To standard output go JSON objects, one per line: from the agent
-{"preparing": true}; from the fork server
-{"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
-life {"present": numbers of the workers that run}, and at last {"ended": true} or
-{"failed": sentence}. If the fork server ends without that, the agent writes {"failed": sentence},
-or {"lost": sentence} if it was ended by a signal and the host may be started again; if it cannot
-begin, {"refused": clause}. All processes of the host hold that output, so it ends when the last of
-them is gone."""
+The *agent* reads from standard input the launcher's version, one line, and its setup; it imports
+what the workers need, and reads its job; then lines that are signs of life. The end of standard
+input, or on a host behind SSH SILENCE_S without a line, ends the host. It writes JSON objects to
+standard output, one per line: {"preparing": true}, {"died": number, "pid": ..., "how": ...,
+"hung": ...}, {"log": number, "line": ...}, as a sign of life {"present": numbers of the workers
+that run}, and at last {"ended": true}, {"failed": sentence}, or {"refused": clause} if it cannot
+begin. All processes of the host hold that output, so it ends when the last of them is gone."""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, NoReturn
 
-from pipespec.cluster.host_link.agent_lock import PATIENCE_S, sole_agent
-from pipespec.cluster.processes.fork_server import (
-    WorkerJob,
-    how_it_ended,
-    last_line,
-    send_message,
-)
+from pipespec.cluster.host_link.agent_lock import sole_agent
+from pipespec.cluster.processes.forked_workers import WorkerJob, run_workers, send_message
 from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
 from pipespec.system.files import PREFIX
@@ -50,24 +41,21 @@ from pipespec.system.resource_limits import require_resources
 from pipespec.system.versions import has_own_protocol, own_version
 
 # Seconds without a message from the launcher after which a host behind SSH ends.
-SILENCE_S = 40.0
-CHUNK_BYTES = 2**16
-# Seconds between two signs of life.
-SIGN_OF_LIFE_S = 1.0
-FORK_SERVER = "pipespec.cluster.processes.fork_server"
-# The file for the standard error of the fork server.
-_LOG = "fork_server.log"
+SILENCE_S = 40
+# Seconds between two signs of life, and between two looks for the launcher while modules are
+# imported.
+SIGN_OF_LIFE_S, LOOK_S = 1.0, 0.5
 _leftovers: list[Path] = []  # to be removed when the agent ends
 
 
-class EndRequested(Exception):
-    """A signal, or the end of standard input, asks for the end."""
+class EndRequested(BaseException):
+    """A signal asks for the end; what is imported must not catch it."""
 
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the agent must know before the fork server can import. `directory` has all files of this
-    host; None: the agent makes and removes one. `preload`: modules to import once for all workers.
+    """What the agent must know before it imports. `directory` has all files of this host; None: it
+    makes and removes one. `preload`: modules to import once for all workers.
     Batches use `interface`, or the one that has `address`. `lock` names the lock that one agent of
     the host holds; an older holder is ended. `remote`: the launcher is at the other end of an SSH
     connection; `restarted`: the cluster runs already, and the host may have another version by
@@ -94,7 +82,7 @@ def main() -> None:
         _remove_leftovers()
     finally:
         sys.stderr.flush()
-        os._exit(1)  # threads still listen
+        os._exit(1)
 
 
 def _main(stdin: BinaryIO) -> NoReturn:
@@ -113,34 +101,50 @@ def _main(stdin: BinaryIO) -> NoReturn:
             _leftovers.append(lock)
         _set_environment(setup, directory)
         send_message({"preparing": True})
-        signal.signal(signal.SIGTERM, _on_signal)
-        server: subprocess.Popen[bytes] | None = None
+        for ending in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(ending, _on_signal)
         try:
-            with open(directory / _LOG, "wb") as log:
-                # Its standard input ends when this process is gone.
-                server = subprocess.Popen(
-                    [sys.executable, "-m", FORK_SERVER], stdin=subprocess.PIPE, stderr=log
-                )
-            # It imports while the launcher decides.
-            _send_to_server(server, setup.preload)
-            job = _job_from(stdin, server, directory / _LOG)
-            _send_to_server(server, (str(directory), job))
-            limit_s = SILENCE_S if setup.remote else None
-            threading.Thread(target=_listen, args=(stdin, limit_s), daemon=True).start()
-            code = server.wait()
+            _import(setup.preload, stdin, directory)
+            job: WorkerJob = pickle.load(stdin)
+            # SIGALRM ends a host whose launcher is silent, also while a message cannot be sent.
+            rearm = partial(signal.alarm, SILENCE_S if setup.remote else 0)
+            rearm()
+            try:
+                outcome = run_workers(directory, job, stdin.fileno(), rearm)
+            except OSError as error:  # such as no memory for a process
+                outcome = {"failed": f"the agent of host {job.host} cannot go on ({error})"}
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
-            if server is not None:
-                _end(server)
             # A launcher that was killed cannot remove its directory.
-            shutil.rmtree(directory, ignore_errors=True)
-            _remove_leftovers()
-            os._exit(1)
-        if code:
-            reason = last_line((directory / _LOG).read_bytes())
-            sentence = f"the fork server on host {job.host} ({how_it_ended(code)}): {reason}"
-            send_message({"lost" if code < 0 else "failed": sentence})
+            _end(directory)
+        send_message(outcome)
         _remove_leftovers()
         os._exit(0)
+
+
+def _import(modules: Sequence[str], stdin: BinaryIO, directory: Path) -> None:
+    """Import what all workers need, while the launcher decides; ends when it is gone."""
+    hung_up = select.poll()
+    hung_up.register(stdin, getattr(select, "POLLRDHUP", 0))
+
+    def look(*_: object) -> None:
+        if hung_up.poll(0):
+            _end(directory)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)  # libraries need not know of it
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+    # What is imported stays: no collection of garbage need visit it, here or in the workers, whose
+    # memory it would copy.
+    gc.disable()
+    for module in modules:
+        with suppress(Exception):  # the worker imports it again, and reports what is wrong
+            import_module(module)
+    gc.freeze()
+    gc.enable()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, _on_signal)
+    sys.stdout.flush()
+    os.write(1, b"\n")  # a module may have left a line of its own unfinished
 
 
 def check_version(launcher: str) -> None:
@@ -156,38 +160,6 @@ def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     raise EndRequested
 
 
-def _job_from(stdin: BinaryIO, server: subprocess.Popen[bytes], log: Path) -> WorkerJob:
-    """The launcher's job. Raises HostFailed if the fork server ends before it is there."""
-
-    def check(*_: object) -> None:
-        if (code := server.poll()) is not None:
-            reason = last_line(log.read_bytes())
-            raise HostFailed(f"the fork server ended too early ({how_it_ended(code)}): {reason}")
-
-    signal.signal(signal.SIGCHLD, check)
-    try:
-        check()
-        return cast(WorkerJob, pickle.load(stdin))
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _send_to_server(server: subprocess.Popen[bytes], message: object) -> None:
-    assert server.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended; its exit code is read soon
-        pickle.dump(message, server.stdin)
-        server.stdin.flush()
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
-
-
 def _set_environment(setup: AgentSetup, directory: Path) -> None:
     environment = os.environ
     # Until a worker knows its rank, and with it its share of the cores. OpenBLAS keeps idle threads
@@ -198,7 +170,7 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
     environment["OPENBLAS_NUM_THREADS"] = "1"
     # Threads of OpenMP that poll for work take the cores of other ranks.
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
+    # `torch.cuda.is_available` asks NVML, so that no import makes this process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -212,12 +184,11 @@ def choose_interface(address: str, name: str | None) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-def _listen(stdin: BinaryIO, limit_s: float | None) -> None:
-    """End the host with its launcher, or once that is silent for so long."""
-    with suppress(OSError):
-        while select.select([stdin], [], [], limit_s)[0] and os.read(stdin.fileno(), CHUNK_BYTES):
-            pass
-    os.kill(os.getpid(), signal.SIGTERM)
+def _end(directory: Path) -> NoReturn:
+    """End this process, and with it its workers, and remove what is left of it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    _remove_leftovers()
+    os._exit(1)
 
 
 def _remove_leftovers() -> None:

@@ -27,7 +27,7 @@ from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
-from pipespec.cluster.processes.fork_server import WorkerJob, how_it_ended, last_line
+from pipespec.cluster.processes.forked_workers import WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.system.files import PREFIX
 from pipespec.system.versions import own_version
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """A worker was ended by a signal, by the fork server if it hung (WORKER_SILENT), and replaced.
+    """A worker was ended by a signal, by its agent if it hung (WORKER_SILENT), and replaced.
     `how` says why; `pid` is None where a whole host was lost."""
 
     worker: str
@@ -57,7 +57,7 @@ class WorkerDeath:
 
 
 class Phase(Enum):
-    """The state of an agent: no message yet, no worker, workers run, or the fork server is lost."""
+    """The state of an agent: no message yet, no worker, workers run, or it cannot start."""
 
     SILENT = auto()
     PREPARING = auto()
@@ -257,9 +257,7 @@ class AgentHandle:
                 self._note_refusal(message["refused"])
                 continue
             self._answered = True
-            self._phase = Phase.LOST if "lost" in message else Phase.WORKING
-            if "preparing" in message:
-                self._phase = Phase.PREPARING
+            self._phase = Phase.PREPARING if "preparing" in message else Phase.WORKING
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED

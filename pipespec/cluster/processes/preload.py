@@ -1,4 +1,4 @@
-"""Imports and precomputes what ranks need, in the fork server before it forks, and keeps out
+"""Imports and precomputes what ranks need, in the agent before it forks, and keeps out
 what they do not. It is one of the modules to preload; importing it elsewhere has no use."""
 
 from __future__ import annotations

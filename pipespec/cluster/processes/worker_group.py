@@ -19,7 +19,7 @@ from typing import Any
 
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
-from pipespec.cluster.processes.fork_server import WorkerJob
+from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.errors import HostFailed, RankFailed
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.processes.fork_server import WORKER
+from pipespec.cluster.processes.forked_workers import WORKER
 from pipespec.cluster.ranks import rank_components
 from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group

@@ -1,6 +1,6 @@
 """Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four signs indicate a fault: neither a worker nor its host gives a sign of life, a fork server
+Four signs indicate a fault: neither a worker nor its host gives a sign of life, an agent
 replaces a worker that a signal ended or that made no progress, a worker reports a suspicion (the
 link to a neighbour broke), or all ranks wait while a request is running. Then the next epoch
 begins, with the same assignment or, where a worker stays away, with a spare in its place or fewer

@@ -12,7 +12,7 @@ import pytest
 
 from pipespec.cluster.processes import agent_handle
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
-from pipespec.cluster.processes.fork_server import WorkerJob
+from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.config.hosts import Host
 from tests.helpers.waiting import until
 

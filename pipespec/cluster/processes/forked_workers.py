@@ -1,15 +1,10 @@
-"""The process of a host from which its workers are forked. It imports torch, the models and the
-entrypoint once, and stays a process of one thread without a CUDA context, so that seventeen workers
-start almost as fast as one. It reads what to import from standard input, then the job. It forks
-another worker when a signal has ended one, ends one that makes no progress, and ends with the
-agent; all workers end with it.
-
-It writes to the agent's standard output, which it has too: messages as `agent` describes them, and
-at last {"ended": true}, or {"failed": sentence} once a worker has failed."""
+"""The workers of a host, which its agent forks and watches. Another one is forked when a signal has
+ended one; one that makes no progress is ended. All end with the agent, a process of one thread
+without a CUDA context that has imported torch, the models and the entrypoint, so that seventeen
+workers start almost as fast as one."""
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -33,11 +28,14 @@ from pipespec.errors import RankFailed
 from pipespec.system import liveness
 from pipespec.system.process_identity import die_with_parent
 
-# Seconds for which a rank that lost a neighbour leaves this process time to notice the neighbour.
+# Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
 _LINGER_S = 3.0
-# A signal ends a worker as SIGKILL does, and another takes its place: a worker that raises ends the
-# cluster.
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Python or the agent handle these signals, and forked processes inherit the handlers: they raise,
+# and a worker that raises ends the cluster.
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
+CHUNK_BYTES = 2**16
+# Seconds in which workers that were killed must be gone.
+ENDING_S = 1.0
 _NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 # The variable in which a worker finds its name.
 WORKER = "PIPESPEC_WORKER"
@@ -58,27 +56,6 @@ class WorkerJob:
     logs: bool
 
 
-def main() -> None:
-    for handled in _HANDLED:
-        signal.signal(handled, signal.SIG_DFL)
-    # What is forked closes its standard input.
-    agent = os.dup(sys.stdin.fileno())
-    modules = pickle.load(sys.stdin.buffer)
-    # What is imported stays: no collection of garbage need visit it, here or in the workers, whose
-    # memory it would copy.
-    gc.disable()
-    for module in modules:
-        with suppress(Exception):  # the worker imports it again, and reports what is wrong
-            import_module(module)
-    gc.freeze()
-    gc.enable()
-    directory, job = pickle.load(sys.stdin.buffer)
-    sys.stdout.flush()  # a module may have left a line of its own unfinished
-    os.write(1, b"\n")
-    send_message(run_workers(Path(directory), job, agent))
-    os._exit(0)  # skips half a second of dismantling torch
-
-
 def send_message(message: dict[str, Any]) -> None:
     """Write a message to the launcher."""
     with suppress(OSError):  # The launcher is gone; standard input ends then.
@@ -87,9 +64,12 @@ def send_message(message: dict[str, Any]) -> None:
             data = data[os.write(1, data) :]
 
 
-def run_workers(directory: Path, job: WorkerJob, agent: int) -> dict[str, Any]:
-    """Run workers until all have finished or one has failed; the last message. `agent` is the
-    descriptor that reaches its end when the agent is gone."""
+def run_workers(
+    directory: Path, job: WorkerJob, launcher: int, on_sign: Callable[[], None]
+) -> dict[str, Any]:
+    """Run workers until all have finished or one has failed; the last message. `launcher`: the
+    descriptor of the launcher's signs of life, of which `on_sign` is called, and at whose end this
+    ends. Raises EOFError then."""
     # Before the first fork: the system's library is loaded here.
     die_with_us = die_with_parent(os.getpid())
 
@@ -101,8 +81,10 @@ def run_workers(directory: Path, job: WorkerJob, agent: int) -> dict[str, Any]:
     try:
         while running:
             sentinels = [worker.process.sentinel for worker in running.values()]
-            if agent in connection.wait([agent, *sentinels], liveness.LOOK_S):
-                os._exit(1)
+            if launcher in connection.wait([launcher, *sentinels], liveness.LOOK_S):
+                if not os.read(launcher, CHUNK_BYTES):
+                    raise EOFError
+                on_sign()
             present = []
             for number, worker in list(running.items()):
                 if (code := worker.process.exitcode) is None:
@@ -123,6 +105,8 @@ def run_workers(directory: Path, job: WorkerJob, agent: int) -> dict[str, Any]:
     finally:
         for worker in running.values():
             worker.process.kill()
+        for worker in running.values():
+            worker.process.join(ENDING_S)
         if log is not None:
             log.forward(last=True)
 
@@ -199,6 +183,8 @@ def _work(
     directory: Path, number: int, job: WorkerJob, die_with_us: Callable[[], None], memory: mmap
 ) -> NoReturn:
     """Run the entrypoint of the job, and end this process."""
+    for handled in _HANDLED:
+        signal.signal(handled, signal.SIG_DFL)
     die_with_us()
     # Where the system does not end it, a thread does, which a long call of C may hold up.
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -233,10 +219,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    # What is pickled must have this module's name.
-    from pipespec.cluster.processes.fork_server import main as imported_main
-
-    imported_main()
