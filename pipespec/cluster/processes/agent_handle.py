@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,6 @@ class WorkerDeath:
         return self.worker in pids and self.pid in (None, pids[self.worker])
 
 
-class Phase(Enum):
-    """The state of an agent: no message yet, no worker, workers run, or it cannot start."""
-
-    SILENT = auto()
-    PREPARING = auto()
-    WORKING = auto()
-    LOST = auto()
-
-
 def _message(line: bytes) -> dict[str, Any] | None:
     """A line of an agent's output; None: a module that its workers import has printed it."""
     try:
@@ -76,9 +66,9 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 class AgentHandle:
     """The agent of one host, and what it has reported. Its listener, a thread per agent, writes
-    `reached`, `ended_at`, the phase and the result; `signs` changes for a worker whenever the agent
-    has seen its process run. The session's thread and the recovery's both start and stop agents,
-    under one lock; only the recovery restarts lost agents."""
+    `reached`, `ended_at`, how far it is and the result; `signs` changes for a worker whenever the
+    agent has seen its process run. The session's thread and the recovery's both start and stop
+    agents, under one lock; only the recovery restarts lost agents."""
 
     def __init__(
         self,
@@ -104,9 +94,10 @@ class AgentHandle:
         self._result: dict[str, Any] | None = None  # its outcome, as a message
         self.ended_at = math.inf  # when that was, or when its last message was read
         self._began = time.monotonic()
-        self._phase = Phase.SILENT
         self._restarted = restarted
-        self._answered = False  # whether it sent a message, other than that it refuses
+        self._refused = False  # whether it cannot start again
+        self._answered = False  # whether it sent another message
+        self._works = False  # whether it has forked workers
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
         self._directory: Path | None = None
         try:
@@ -185,7 +176,7 @@ class AgentHandle:
     def _lost(self) -> bool:
         """Whether the agent, or the connection to it, ended without an outcome."""
         # Once all messages are read: the last one may be the outcome.
-        over = self._phase is Phase.LOST or not self._listener.is_alive()
+        over = self._refused or not self._listener.is_alive()
         return self.reached and over and self._result is None
 
     @property
@@ -203,8 +194,7 @@ class AgentHandle:
     @property
     def preparing(self) -> bool:
         """Whether its agent starts, or will start at once: no worker can be running yet."""
-        begun = self._phase is not Phase.WORKING and self.host.local
-        return self._phase is Phase.PREPARING or begun
+        return not self._works and (self._answered or self.host.local)
 
     def restart_if_lost(self) -> None:
         """Start the agent of a lost host again. One that still runs there ends first."""
@@ -257,7 +247,7 @@ class AgentHandle:
                 self._note_refusal(message["refused"])
                 continue
             self._answered = True
-            self._phase = Phase.PREPARING if "preparing" in message else Phase.WORKING
+            self._works = "preparing" not in message
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED
@@ -268,14 +258,14 @@ class AgentHandle:
             elif "log" in message:
                 if self._on_log is not None:
                     self._on_log(self.host.workers[message["log"]], message["line"])
-            elif message and self._phase is Phase.WORKING:
+            elif message and self._works:
                 self._result, self.ended_at = message, time.monotonic()
         self.ended_at = min(self.ended_at, time.monotonic())
 
     def _note_refusal(self, reason: str) -> None:
         """The host of a cluster that runs cannot start its workers now: it counts as lost, and is
         tried again, while others may take its place."""
-        self._phase = Phase.LOST
+        self._refused = True
         if reason != self._refusal:
             self._refusal = reason
             log.warning("%s cannot start again: %s", self.display_name, reason)
