@@ -70,9 +70,9 @@ def directory() -> Iterator[Path]:
 
 
 def test_the_earlier_holder_is_ended_and_what_it_left_removed(directory, tmp_path, runtime):
-    with holder(directory) as earlier, sole_agent(NAME, tmp_path) as lock:
+    with holder(directory) as earlier, sole_agent(NAME, tmp_path):
         assert earlier.wait(PATIENCE) != 0
-        assert lock == runtime / f"{NAME}.lock"
+        lock = runtime / f"{NAME}.lock"
         assert lock.read_text().splitlines()[0] == str(os.getpid())
         assert not directory.exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -19,10 +20,13 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from pipespec.cluster.processes.agent import AgentSetup
+from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.config.hosts import this_machine
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
+from pipespec.system.versions import own_version
 from pipespec.transport.distributed import DistributedTransport
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
@@ -219,6 +223,30 @@ def test_the_death_of_the_agent_before_there_is_a_job_is_told_at_once():
         agent.kill()
         with pytest.raises(RankFailed, match=r"the launcher of the ranks on host .*\(SIGKILL\)"):
             until(lambda: not cluster.poll(), LIMIT_S)
+
+
+AGENT = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pipespec.cluster.processes import agent
+agent.SILENCE_S = 2
+agent.main()
+"""
+
+
+@pytest.mark.parametrize("code", ["time.sleep(60)", "print('x' * 2**18, flush=True)"])
+def test_a_host_whose_launcher_is_silent_ends_also_while_it_cannot_write(code):
+    setup = AgentSetup(None, (), 1, "127.0.0.1", remote=True)
+    args = pickle.dumps((f"import time\nwhile True: {code}",))
+    job = WorkerJob("builtins:exec", args, ("a/0",), ("a/0",), "a", logs=True)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe) as agent:
+        agent.stdin.write(f"{own_version()}\n".encode() + pickle.dumps(setup) + pickle.dumps(job))
+        agent.stdin.flush()
+        until(lambda: psutil.Process(agent.pid).children(), PATIENCE)
+        (worker,) = psutil.Process(agent.pid).children()
+        assert agent.wait(LIMIT_S) == 1
+        until(lambda: not is_alive(worker.pid), LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,12 @@ def runtime_folder() -> Path:
 
 
 @contextmanager
-def sole_agent(name: str | None, directory: Path) -> Iterator[Path | None]:
-    """End the process of that name, if there is one, and keep the name while this one runs. Yields
-    the lock's file, which the holder removes at its end. The file names the holder and its
-    `directory`, which the next holder removes if this one is killed. Without a name nothing is
-    locked. Raises ConfigError."""
+def sole_agent(name: str | None, directory: Path) -> Iterator[None]:
+    """End the process of that name, if there is one, and keep the name for the block. The lock's
+    file names the holder and its `directory`, which the next holder removes if this one is killed.
+    Without a name nothing is locked. Raises ConfigError."""
     if name is None:
-        yield None
+        yield
         return
     path = runtime_folder() / f"{name.replace('/', '_')}.lock"
     deadline = time.monotonic() + PATIENCE_S
@@ -72,7 +71,10 @@ def sole_agent(name: str | None, directory: Path) -> Iterator[Path | None]:
         file.truncate()
         file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
         file.flush()
-        yield path
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _signal(pid: str, created: str, kind: signal.Signals) -> None:

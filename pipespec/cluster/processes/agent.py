@@ -23,11 +23,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
@@ -45,7 +46,6 @@ SILENCE_S = 40
 # Seconds between two signs of life, and between two looks for the launcher while modules are
 # imported.
 SIGN_OF_LIFE_S, LOOK_S = 1.0, 0.5
-_leftovers: list[Path] = []  # to be removed when the agent ends
 
 
 class EndRequested(BaseException):
@@ -72,20 +72,20 @@ class AgentSetup:
 
 
 def main() -> None:
+    code = 1
     try:
-        _main(sys.stdin.buffer)
+        code = _main(sys.stdin.buffer)
     except PipespecError as error:
         send_message({"refused": str(error)})
-        _remove_leftovers()
     except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
         traceback.print_exc()
-        _remove_leftovers()
     finally:
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)  # skips half a second of dismantling torch
 
 
-def _main(stdin: BinaryIO) -> NoReturn:
+def _main(stdin: BinaryIO) -> int:
+    """The exit code. Raises PipespecError if this host cannot begin."""
     launcher = stdin.readline().decode(errors="replace").strip()
     if not has_own_protocol(launcher):  # nothing else that it sends need mean the same here
         check_version(launcher)
@@ -93,18 +93,18 @@ def _main(stdin: BinaryIO) -> NoReturn:
     setup: AgentSetup = pickle.load(stdin)
     if not setup.restarted:
         check_version(launcher)
-    directory = Path(setup.directory) if setup.directory else Path(tempfile.mkdtemp(prefix=PREFIX))
-    if setup.directory is None:
-        _leftovers.append(directory)
-    with sole_agent(setup.lock, directory) as lock:
-        if lock is not None:
-            _leftovers.append(lock)
+    with ExitStack() as stack:
+        directory = Path(
+            setup.directory
+            or stack.enter_context(TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
+        )
+        stack.enter_context(sole_agent(setup.lock, directory))
         _set_environment(setup, directory)
         send_message({"preparing": True})
         for ending in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(ending, _on_signal)
         try:
-            _import(setup.preload, stdin, directory)
+            _import(setup.preload, stdin)
             job: WorkerJob = pickle.load(stdin)
             # SIGALRM ends a host whose launcher is silent, also while a message cannot be sent.
             rearm = partial(signal.alarm, SILENCE_S if setup.remote else 0)
@@ -115,20 +115,21 @@ def _main(stdin: BinaryIO) -> NoReturn:
                 outcome = {"failed": f"the agent of host {job.host} cannot go on ({error})"}
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
             # A launcher that was killed cannot remove its directory.
-            _end(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+            return 1
         send_message(outcome)
-        _remove_leftovers()
-        os._exit(0)
+        return 0
 
 
-def _import(modules: Sequence[str], stdin: BinaryIO, directory: Path) -> None:
-    """Import what all workers need, while the launcher decides; ends when it is gone."""
+def _import(modules: Sequence[str], stdin: BinaryIO) -> None:
+    """Import what all workers need, while the launcher decides. Raises EndRequested when it is
+    gone."""
     hung_up = select.poll()
     hung_up.register(stdin, getattr(select, "POLLRDHUP", 0))
 
     def look(*_: object) -> None:
         if hung_up.poll(0):
-            _end(directory)
+            raise EndRequested
 
     signal.signal(signal.SIGALRM, look)
     signal.siginterrupt(signal.SIGALRM, False)  # libraries need not know of it
@@ -182,18 +183,6 @@ def choose_interface(address: str, name: str | None) -> None:
     interface = name or (found.name if found else None)
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-
-
-def _end(directory: Path) -> NoReturn:
-    """End this process, and with it its workers, and remove what is left of it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    _remove_leftovers()
-    os._exit(1)
-
-
-def _remove_leftovers() -> None:
-    for path in _leftovers:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

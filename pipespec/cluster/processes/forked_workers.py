@@ -65,7 +65,7 @@ def send_message(message: dict[str, Any]) -> None:
 
 
 def run_workers(
-    directory: Path, job: WorkerJob, launcher: int, on_sign: Callable[[], None]
+    directory: Path, job: WorkerJob, launcher: int, on_sign: Callable[[], object]
 ) -> dict[str, Any]:
     """Run workers until all have finished or one has failed; the last message. `launcher`: the
     descriptor of the launcher's signs of life, of which `on_sign` is called, and at whose end this
@@ -78,8 +78,9 @@ def run_workers(
 
     running = {number: forked(number) for number in range(len(job.workers))}
     log = _Log(directory) if job.logs else None
+    outcome: dict[str, Any] = {"ended": True}
     try:
-        while running:
+        while running and "ended" in outcome:
             sentinels = [worker.process.sentinel for worker in running.values()]
             if launcher in connection.wait([launcher, *sentinels], liveness.LOOK_S):
                 if not os.read(launcher, CHUNK_BYTES):
@@ -91,7 +92,8 @@ def run_workers(
                     present += [number] * worker.runs()
                     continue
                 if code > 0:
-                    return {"failed": _failure(directory, number, job, code)}
+                    outcome = {"failed": _failure(directory, number, job, code)}
+                    break
                 del running[number]
                 if code < 0:
                     how, pid = worker.hung or how_it_ended(code), worker.process.pid
@@ -101,14 +103,14 @@ def run_workers(
             send_message({"present": present})
             if log is not None:
                 log.forward()
-        return {"ended": True}
     finally:
         for worker in running.values():
             worker.process.kill()
         for worker in running.values():
             worker.process.join(ENDING_S)
-        if log is not None:
-            log.forward(last=True)
+    if log is not None:
+        log.forward(last=True)
+    return outcome
 
 
 class _Worker:
