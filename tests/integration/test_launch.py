@@ -234,7 +234,9 @@ agent.main()
 """
 
 
-@pytest.mark.parametrize("code", ["time.sleep(60)", "print('x' * 2**18, flush=True)"])
+@pytest.mark.parametrize(
+    "code", ["time.sleep(60)", "print('x' * 2**18, flush=True); time.sleep(1)"]
+)
 def test_a_host_whose_launcher_is_silent_ends_also_while_it_cannot_write(code):
     setup = AgentSetup(None, (), 1, "127.0.0.1", remote=True)
     args = pickle.dumps((f"import time\nwhile True: {code}",))
