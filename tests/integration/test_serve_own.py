@@ -25,7 +25,6 @@ from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.errors import ConfigError, Unreachable
 from pipespec.system.folders import resource_dir
-from tests.helpers.imports import slow_imports
 from tests.helpers.listening import listening
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, Server
@@ -245,14 +244,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, S
             place,
             Server(place, "cluster.stages=1", "model.context=64", "decode.max_new_tokens=2"),
         )
-
-
-def test_serve_imports_no_torch(small: tuple[Sandbox, Server]) -> None:
-    place, server = small
-    port = server.url.rsplit(":", 1)[1]
-    # The port is taken: everything was imported by then.
-    argv = ("serve", "--on", NAME, "--port", port)
-    assert slow_imports(*argv, code=2, environment=place.environment) == ["fastapi"]
 
 
 @pytest.mark.long
