@@ -18,15 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import import_module
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from pipespec.config.entries import numbered
 
-PACKAGE = "pipespec.extras.device_check"
-MODULE = f"{PACKAGE}.check_device"
+MODULE = "pipespec.extras.device_check.check_device"
 # Seconds for all parts together.
 LIMIT_S = 600.0
 # The last line of what a part prints is its findings.
@@ -34,19 +32,16 @@ MARK = "findings: "
 # A killed part must not leave the compiler's own processes behind.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 LAST_WORDS = 300
-# The batch by which ways to compute are compared.
-ROWS = "64"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the check: its function in a module of this package, what it is about, and the
-    seconds that it may take."""
+    """A part of the check: its function in `correctness`, what it is about, and the seconds that it
+    may take."""
 
     name: str
     title: str
     limit_s: float
-    module: str = "correctness"
 
 
 PARTS = (
@@ -54,11 +49,6 @@ PARTS = (
     Part("attention", "Attention backends, beside attention by its definition", 120),
     Part("graphs", "CUDA graphs of layers and output head", 80),
     Part("packed_weights", "Products of weights in few bits", 60),
-    Part("hops", "Batches from one process to the next", 40, "speed"),
-    Part(
-        "stage", "A stage, by rows and context, beside what reading its memory takes", 120, "speed"
-    ),
-    Part("draft", "A draft's round", 60, "speed"),
     Part("compiled", "torch.compile", 200),
 )
 
@@ -79,7 +69,6 @@ def check_device(
         "device": device,
         "seconds": round(time.monotonic() - began, 1),
         "ok": not any(map(faults, found.values())),
-        "fastest": fastest(found),
         "parts": found,
     }
 
@@ -109,6 +98,7 @@ def _run(part: Part, device: str, limit_s: float) -> dict[str, Any]:
 def main() -> None:
     import torch
 
+    from pipespec.extras.device_check import correctness
     from pipespec.system.device_copy import make_current
 
     name, device = sys.argv[1:]
@@ -116,8 +106,7 @@ def main() -> None:
     device = numbered(device)
     make_current(device)
     with torch.inference_mode():
-        check = getattr(import_module(f"{PACKAGE}.{part.module}"), name)
-        found = check(torch.device(device))
+        found = getattr(correctness, part.name)(torch.device(device))
     print(MARK + json.dumps(found), flush=True)
 
 
@@ -129,25 +118,6 @@ def faults(found: Mapping[str, Any]) -> list[str]:
     return [*([found["failed"]] if "failed" in found else []), *found.get("wrong", [])]
 
 
-def fastest(found: Mapping[str, Any]) -> str:
-    """What is fastest on the device, in one sentence."""
-    stage = found.get("stage", {})
-    times: Mapping[str, Any] = stage.get("ms", {})
-    if not times:
-        return f"No stage could be timed: {stage.get('failed', 'no attention backend works')}."
-    contexts = list(next(iter(times.values())))
-    context = contexts[len(contexts) // 2]
-    took = {name: by_context[context][ROWS] for name, by_context in times.items()}
-    best = min(took, key=took.__getitem__)
-    ratio = took[best] / stage["floor_ms"][context]
-    others = ", ".join(f"{name} {ms:.2f}" for name, ms in took.items() if name != best)
-    return (
-        f"Fastest here is {best}: {took[best]:.2f} ms for {ROWS} rows behind {context} tokens "
-        f"({stage['model']}), {ratio:.2f} times what reading weights and KV takes"
-        f"{f'; {others}' if others else ''}."
-    )
-
-
 def page(found: Mapping[str, Any]) -> str:
     """The findings as a page of text, to attach to a report; ends with a newline."""
     parts: Mapping[str, Any] = found["parts"]
@@ -155,7 +125,6 @@ def page(found: Mapping[str, Any]) -> str:
     lines = [
         f"pipespec doctor --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
         "",
-        found["fastest"],
         "Not everything passed:" if wrong else "Everything that ran passed.",
         *wrong,
     ]

@@ -17,40 +17,20 @@ from pipespec.engine.attention import select
 from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.extras.device_check import check_device as check
 from pipespec.extras.device_check import correctness
-from pipespec.extras.device_check.check_device import fastest, faults, page
-from pipespec.extras.device_check.speed import hops
+from pipespec.extras.device_check.check_device import faults, page
 
 CPU = torch.device("cpu")
-STAGE: dict[str, Any] = {
-    "model": "4 layers",
-    "floor_ms": {"128": 1.0, "2048": 2.0, "8192": 3.0},
-    "ms": {
-        "sdpa": {context: {"64": 4.0} for context in ("128", "2048", "8192")},
-        "triton in graphs": {context: {"64": 2.5} for context in ("128", "2048", "8192")},
-    },
-}
 
 
 def findings(**changes: dict[str, Any]) -> dict[str, Any]:
     """Of a check in which all passed, but for these parts."""
-    parts = {part.name: {} for part in check.PARTS} | {"stage": STAGE} | changes
+    parts = {part.name: {} for part in check.PARTS} | changes
     return {
         "date": "2026-01-01",
         "device": "cuda:0",
         "seconds": 1.0,
-        "fastest": fastest(parts),
         "parts": parts,
     }
-
-
-def test_the_fastest_way_is_one_sentence():
-    assert fastest({"stage": STAGE}) == (
-        "Fastest here is triton in graphs: 2.50 ms for 64 rows behind 2048 tokens (4 layers), 1.25 "
-        "times what reading weights and KV takes; sdpa 4.00."
-    )
-    assert fastest({"stage": {"failed": "it was ended after 120 s"}}) == (
-        "No stage could be timed: it was ended after 120 s."
-    )
 
 
 def test_page_says_what_did_not_pass():
@@ -87,8 +67,7 @@ def test_parts_that_crash_or_hang_fail_alone(tmp_path: Path, monkeypatch: pytest
 
 def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
     wrong = {"wrong": ["fp8: its error is 1"]}
-    right = {"stage": STAGE}
-    monkeypatch.setattr(check, "_run", lambda part, *_: right.get(part.name, {}))
+    monkeypatch.setattr(check, "_run", lambda *_: {})
     assert check.check_device("cpu")["ok"]
     monkeypatch.setattr(check, "_run", lambda part, *_: wrong if "packed" in part.name else {})
     assert not check.check_device("cpu")["ok"]
@@ -133,13 +112,6 @@ def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch
     assert faults(found) == []
 
 
-def test_hops_are_timed_by_rows():
-    found = hops(CPU)
-    assert found["devices"] == ["cpu", "cpu"]
-    assert all(found["gloo"][rows] > 0 for rows in ("1", "16", "64"))
-    assert found["nccl"] == {"not_available": "NCCL needs two GPUs"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -162,5 +134,4 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "pipespec-check.json").read_text())
     assert found["ok"] and found["seconds"] <= check.LIMIT_S
-    assert found["fastest"] in ended.stdout
-    assert found["fastest"] in (tmp_path / "pipespec-check.txt").read_text()
+    assert "passed." in (tmp_path / "pipespec-check.txt").read_text()
