@@ -1,14 +1,14 @@
-"""Whether a device computes what it should: attention, graphs, compiled slices, few bits; and what
-software there is."""
+"""Whether a device computes what it should: attention, graphs, compiled slices, few bits."""
 
 from __future__ import annotations
 
-import platform
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
 
+from pipespec.config.entries import numbered
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
@@ -19,14 +19,12 @@ from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
-from pipespec.system.devices import cuda_figures
+from pipespec.errors import PipespecError
+from pipespec.system.device_copy import make_current
 from pipespec.system.silence_warnings import silence_warnings
-from pipespec.system.versions import package_version
 
 with silence_warnings():
     from transformers import AutoConfig
-
-PACKAGES = ("pipespec", "torch", "triton", "flashinfer-python", "transformers", "torchao")
 
 BACKENDS = (select.STATIC, select.TRITON, select.FLASHINFER)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,19 +65,27 @@ _OF_ALL = {
 }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    devices = list(cuda_figures()) if device.type == "cuda" else []
-    for each in devices:
-        properties = torch.cuda.get_device_properties(each["name"])
-        each["capability"] = f"{properties.major}.{properties.minor}"
-        each["multiprocessors"] = properties.multi_processor_count
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
-        "cuda": torch.version.cuda or "not in this torch",
-        "devices": devices,
-    }
+def check_device(
+    device: str, on_part: Callable[[str, dict[str, Any]], None] = lambda title, found: None
+) -> dict[str, dict[str, Any]]:
+    """The findings of each part of the check by its title, as JSON values, of a device as torch
+    names it; clauses under `wrong` say what is. `on_part` is called after each part."""
+    device = numbered(device)
+    make_current(device)
+    parts = {}
+    for title, check in PARTS.items():
+        try:
+            with torch.inference_mode():
+                found = check(torch.device(device))
+        except (RuntimeError, PipespecError) as error:  # torch's own are the first
+            found = {"wrong": [f"it fails: {_in_a_line(error)}"]}
+        parts[title] = found
+        on_part(title, found)
+    return parts
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def attention(device: torch.device) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def packed_weights(device: torch.device) -> dict[str, Any]:
             layer.fill(weights, device)
             found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator
-            found[name] = f"it fails: {' '.join(str(error).split())[:200]}"
+            found[name] = f"it fails: {_in_a_line(error)}"
     return {"kinds": found, "wrong": [f"{name}: {why}" for name, why in found.items() if why]}
 
 
@@ -186,3 +192,11 @@ def small_slice(
     return ModelSlice.random(
         config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
     )
+
+
+PARTS: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+    "Attention backends, beside attention by its definition": attention,
+    "CUDA graphs of layers and output head": graphs,
+    "Products of weights in few bits": packed_weights,
+    "torch.compile": compiled,
+}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
-PACKAGES = ("pipespec", "torch", "transformers", "redis")
+PACKAGES = ("pipespec", "torch", "transformers", "redis", "triton", "flashinfer-python", "torchao")
 QUANTIZE = "not installed: pip install 'pipespec[quantize]'"
 REDIS_VERSION_TIMEOUT_S = 10.0
 
