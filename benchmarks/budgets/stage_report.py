@@ -1,4 +1,4 @@
-"""The output of `benchmarks.budgets.stage_time`: tables, a plot, a file for conf/emulate/."""
+"""The output of `benchmarks.budgets.stage_time`: tables and a plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.budgets.rank_memory import MIB
 from benchmarks.common import experiment, plot
-from benchmarks.common.experiment import provenance
 
 
 def show(title: str, result: dict[str, Any]) -> None:
@@ -80,34 +79,3 @@ def draw(title: str, steps: Sequence[dict[str, Any]], path: Path) -> None:
             )
         handles, _ = left.get_legend_handles_labels()
         plot.legend_above(left, handles[: len(contexts)])
-
-
-def profile(title: str, result: dict[str, Any], context: int) -> str:
-    """A file of conf/emulate/ with the steps' times at that context and the first draft's round."""
-    about = provenance()
-    points = " ".join(
-        f"{cell['rows']}:{cell['ms']['step']['median']:.4f}"
-        for cell in result["steps"]
-        if cell["context"] == context
-    )
-    draft, draft_ms = "No draft was measured.", 0.0
-    if result["drafts"]:
-        first = result["drafts"][0]
-        cell = [c for c in result["drafts"] if c["shape"] == first["shape"]][-1]
-        draft_ms = cell["ms"]["round"]["median"]
-        draft = (
-            f"Draft round: {cell['rows']} nodes of {cell['shape']}, {cell['layers']} of its "
-            f"{cell['of']} layers."
-        )
-    comment = [
-        f"{title}.",
-        f"After a text of {context} tokens. {draft}",
-        f"{about['date']}, commit {about['commit']}: `{about['command']}`",
-    ]
-    lines = [f"# {line}" for line in comment]
-    lines += [
-        "defaults: [pipespec.extras.emulation.machine.EmulatedMachine]",
-        f'stage_ms: ["{points}"]',
-        f"draft_ms: {draft_ms:.4f}",
-    ]
-    return "\n".join(lines) + "\n"

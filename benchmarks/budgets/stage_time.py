@@ -1,7 +1,7 @@
 """The time of a stage beside the limits of the hardware. MEASURED: nothing is emulated.
 
     python -m benchmarks.budgets.stage_time --shape llama-1b --layers 4 --json FILE --plot PATH
-    python -m benchmarks.budgets.stage_time --shape llama-70b --draft llama-1b --profile FILE.yaml
+    python -m benchmarks.budgets.stage_time --shape llama-70b --draft llama-1b
 
 A middle slice of a published shape, with random weights and KV pools of random numbers, computes
 batches of tree nodes after texts of several lengths (`SliceRunner.compute`; a text's slots are
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ import torch
 
 from benchmarks.budgets.hardware import limits, name_of, now_ms, repeat, with_floor
 from benchmarks.budgets.rank_memory import LLAMA_70B, MIB
-from benchmarks.budgets.stage_report import draw, profile, show
+from benchmarks.budgets.stage_report import draw, show
 from benchmarks.budgets.timed_stage import SEQUENCE, TimedStage, draft_rows, random_tree
 from benchmarks.common import experiment
 from benchmarks.common.experiment import names, numbers
@@ -55,7 +54,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 CHILDREN = 16  # candidates of each row in a draft round
 STEPS_HELD, WIDTH_HELD = 9, 64  # of the tree rows at a stage when a verdict comes
 VERDICT_BUDGET_MS = 0.1
-PROFILE_CONTEXT = 2048
+DRAFT_CONTEXT = 2048  # or the largest
 
 
 def step(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str, Any]:
@@ -199,7 +198,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.draft:
         shape = SHAPES[name]
         layers = min(options.draft_layers or shape.layers, shape.layers)
-        context, most = options.profile_context, max(options.draft_rows)
+        usual, most = DRAFT_CONTEXT in options.contexts, max(options.draft_rows)
+        context = DRAFT_CONTEXT if usual else options.contexts[-1]
         draft = TimedStage(shape, layers, range(layers), context + most, where)
         if options.compile:
             compile_slice(draft.model)
@@ -261,10 +261,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", type=names, default=[], metavar="SHAPES", help="such as demo")
     parser.add_argument("--draft-layers", type=int, help="cut the draft to so many")
     parser.add_argument("--draft-rows", type=numbers, default=[1, 16, 64], help="(1,16,64)")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE.yaml", help="write a file of conf/emulate/"
-    )
-    parser.add_argument("--profile-context", type=int, help=f"({PROFILE_CONTEXT} or the largest)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of runs per figure (1)")
     # More bytes are copied than any cache has.
     parser.set_defaults(held=STEPS_HELD * WIDTH_HELD, copy_mib=1024, matmul=None)
@@ -288,11 +284,6 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in options.draft if name not in SHAPES]
     if unknown:
         parser.error(f"--draft is {unknown[0]}, but must be among {', '.join(SHAPES)}")
-    if options.profile_context is None:
-        usual = PROFILE_CONTEXT in options.contexts
-        options.profile_context = PROFILE_CONTEXT if usual else options.contexts[-1]
-    elif options.profile_context not in options.contexts:
-        parser.error(f"--profile-context is {options.profile_context}, but must be of --contexts")
     return options
 
 
@@ -311,8 +302,6 @@ def main() -> None:
         experiment.store(options.json, {"title": title, **result})
     if options.plot:
         draw(title, result["steps"], options.plot)
-    if options.profile:
-        options.profile.write_text(profile(title, result, options.profile_context))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ greedily, one engine at a time and all of them in every repeat, and each starts 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -183,36 +182,6 @@ def draw(title: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         right.legend(loc="upper left")
 
 
-def stored_result(path: Path, title: str) -> dict[str, Any] | None:
-    """What is stored already; None if nothing is. Raises ConfigError if it is of other settings,
-    another commit or other hardware."""
-    if not path.exists():
-        return None
-    stored: dict[str, Any] = json.loads(path.read_text())
-    for name, own in (experiment.provenance() | {"title": title}).items():
-        if name not in ("date", "command") and stored[name] != own:
-            raise ConfigError(
-                f"{path} has {name} {stored[name]!r}, but this run has {own!r}; remove the file, "
-                "or leave out --add."
-            )
-    return stored
-
-
-def with_others(
-    result: dict[str, Any], stored: dict[str, Any], delays: Sequence[float]
-) -> dict[str, Any]:
-    """The result of these delays, with what a stored one has of others."""
-    merged = dict(result)
-    again = tuple(f", {delay:g} ms" for delay in delays)
-    kept = {name: why for name, why in stored["failed"].items() if not name.endswith(again)}
-    for name in ("rows", "links"):
-        others = [each for each in stored[name] if each["delay_ms"] not in delays]
-        merged[name] = sorted([*others, *result[name]], key=lambda each: each["delay_ms"])
-    merged["failed"] = kept | result["failed"]
-    merged["other_commands"] = [*stored["other_commands"], stored["command"]]
-    return merged
-
-
 def parse() -> argparse.Namespace:
     parser = experiment.parser(__doc__, plot=True)
     add_job(parser, prompts=3, tokens=48)
@@ -225,9 +194,6 @@ def parse() -> argparse.Namespace:
         "--draft-tokens", type=int, nargs="*", default=[8], help="further drafts of llama.cpp (8)"
     )
     parser.add_argument("--settings", nargs="*", default=[], help="of pipespec")
-    parser.add_argument(
-        "--add", action="store_true", help="keep what the JSON file has of other delays"
-    )
     options = parse_job(parser)
     if (lacking := testbed.missing()) is not None:
         parser.error(f"{lacking}.")
@@ -241,7 +207,6 @@ def main() -> None:
         f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype}, links of "
         f"{options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens"
     )
-    stored = stored_result(options.json, title) if options.json and options.add else None
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
     missing: dict[str, str] = {}
@@ -283,10 +248,7 @@ def main() -> None:
                     for each in races
                     for name, why in each.failed.items()
                 },
-                "other_commands": [],
             }
-            if stored:
-                result = with_others(result, stored, [each.check.delay_ms for each in races])
             if options.json:  # after each delay: a race takes most of an hour
                 experiment.store(options.json, result)
     experiment.show(f"{result['title']}; median (min..max)", list(map(cells, result["rows"])))

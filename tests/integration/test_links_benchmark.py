@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from benchmarks.common import experiment
@@ -13,7 +11,6 @@ from benchmarks.peers.compare_engines import CHAT, CODE, HUGGING_FACE
 from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
 from benchmarks.peers.python_engines import Answer, Job, Run
-from pipespec.errors import ConfigError
 from pipespec.extras.bench.dataset import Sample
 
 END = 0
@@ -97,23 +94,3 @@ def test_figures_of_each_kind_of_prompt_are_its_own() -> None:
     assert rows[-1]["prompt_tokens_per_s"]["median"] == pytest.approx(25 / 0.05)
     assert (rows[-1]["memory_mib"]["median"], rows[0]["memory_mib"]) == (300, None)
     assert "1.00" in str(compare_engines.cells(rows[-1]))
-
-
-def test_rows_of_other_delays_are_kept_and_those_of_other_settings_refused(
-    tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks/peers/links.py"])
-    path = tmp_path / "links.json"
-    row = {"delay_ms": 2.0, "engine": "pipespec"}
-    first = {"title": "A race", "rows": [row], "links": [], "failed": {}, "other_commands": []}
-    assert links.stored_result(path, "A race") is None
-
-    experiment.store(path, first)
-    again = first | {"rows": [row | {"delay_ms": 0.0}]}
-    stored = links.stored_result(path, "A race")
-    assert stored is not None
-    merged = links.with_others(again, stored, [0.0])
-    assert [each["delay_ms"] for each in merged["rows"]] == [0.0, 2.0]
-    assert len(merged["other_commands"]) == 1
-    with pytest.raises(ConfigError, match="'A race', but this run has 'Another'"):
-        links.stored_result(path, "Another")
