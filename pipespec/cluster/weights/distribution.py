@@ -1,9 +1,9 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-The launcher has a process (`host`) on each host, its own machine included. It learns which blocks
-of the models' files each has, and moves them in the rounds that `plan` decides. Hosts read from one
-another (`server`), and from the hub where the launcher has found the files. What a host cannot read
-itself passes through the launcher.
+The launcher has a process (`host`) on each host, its own machine included. Of one model after
+another it learns which blocks of the files each has, and moves them in the rounds that `plan`
+decides. Hosts read from one another (`server`), and from the hub where the launcher has found the
+files. What a host cannot read itself passes through the launcher.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.weights.peer import OnProgress, OnWarning, Peer, at_once
-from pipespec.cluster.weights.plan import HUB, Block, Needs, Transfers, parts_asked, plan_round
+from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
@@ -67,26 +68,28 @@ def distribute_weights(
     for themselves. Raises ModelError, HostFailed; RankFailed once the cluster is `over`."""
     if deployment.fetched:
         return deployment
+    here = [host for host in deployment.hosts if host.shares_caches]
+    launcher = here[0] if here else Host(LAUNCHER_NAME, "", LOCAL)
+    peers: dict[str, Peer] = {}
     with ExitStack() as stack:
-        work = _Distribution(deployment, on_warning, over or threading.Event())
 
-        def add(host: Host, needs: Needs) -> None:
-            peer = Peer(host, needs, on_progress, on_warning)
-            work.peers.append(stack.enter_context(peer))
+        def peer_of(host: Host, parts: set[str]) -> Peer:
+            if host.name not in peers:
+                peers[host.name] = stack.enter_context(Peer(host, on_progress, on_warning))
+            peers[host.name].parts = parts
+            return peers[host.name]
 
-        here, own = list[Host](), {kind: set[str]() for kind in work.shared}
-        for host in deployment.hosts:
-            needs = parts_asked(deployment, host, work.shared)
-            if host.shares_caches:
-                here.append(host)
-                for kind, parts in needs.items():
-                    own[kind] |= parts
-            elif needs and not host.by_hand:
-                add(host, needs)
-        whole = work.at_once(work.prepare)
-        if not all(whole) or any(missing(work.paths[kind], own[kind]) for kind in own):
-            add(here[0] if here else Host(LAUNCHER_NAME, "", LOCAL), own)
-            work.run()
+        for kind, shared in shared_models(deployment).items():
+            path, own, others = dict(deployment.models)[kind].path, set[str](), list[Peer]()
+            for host in deployment.hosts:
+                parts = parts_asked(deployment, host, kind, shared)
+                if parts is not None and host.shares_caches:
+                    own |= parts
+                elif parts is not None and not host.by_hand:
+                    others.append(peer_of(host, parts))
+            model = _Model(kind, path, shared, others, on_warning, over or threading.Event())
+            if not all(model.at_once(model.prepare)) or missing(path, own):
+                model.distribute(peer_of(launcher, own))
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
@@ -141,39 +144,40 @@ class WeightMoves:
             done.add(key)
 
 
-class _Distribution:
-    """Moves the weights of a deployment's models to hosts, of which the launcher's is the last."""
+class _Model:
+    """Moves the weights of one model to hosts, which call it `shared`, and the launcher `kind`."""
 
     def __init__(
-        self, deployment: Deployment, on_warning: OnWarning, over: threading.Event
+        self,
+        kind: str,
+        path: Path,
+        shared: Repository,
+        peers: list[Peer],
+        on_warning: OnWarning,
+        over: threading.Event,
     ) -> None:
-        self.peers: list[Peer] = []
-        self.shared = shared_models(deployment)
-        self.paths = {kind: info.path for kind, info in deployment.models}
-        on_hub = {kind: of for kind, of in self.shared.items() if of.on_hub}
-        self._hubs = {kind: HubSource(of.repo, of.commit) for kind, of in on_hub.items()}
+        self.kind, self.path, self.shared, self.peers = kind, path, shared, peers
+        self._hub = HubSource(shared.repo, shared.commit) if shared.on_hub else None
         self._on_warning, self._over = on_warning, over
-        self._left_out: set[str] = set()
-        self._leaving_out = threading.Lock()
+        self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
         """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self._over, self._hubs.values())
+        return at_once(self.peers, task, self._over, self._hub)
 
     def prepare(self, peer: Peer) -> bool:
-        """Have a host find the folders of the models; whether it has all that it needs."""
-        whole = []
-        for kind, parts in peer.needs.items():
-            known = {"path": str(self.paths[kind]), "repository": asdict(self.shared[kind])}
-            whole.append(peer.call("prepare", kind=kind, parts=sorted(parts), **known))
-        return all(whole)
+        """Have a host find the folder of the model; whether it has all that it needs."""
+        peer.has = {}
+        known = {"path": str(self.path), "repository": asdict(self.shared)}
+        whole = peer.call("prepare", parts=sorted(peer.parts), **known)
+        peer.lacks = set() if whole else {*self._blocks(peer)}
+        return bool(whole)
 
-    def run(self) -> None:
-        """Fetch for all hosts what they lack."""
-        at_once(self.peers[-1:], self.prepare, self._over)
-        for peer in self.peers:
-            peer.lacks = {each for kind in peer.needs for each in self._blocks(peer, kind)}
+    def distribute(self, launcher: Peer) -> None:
+        """Fetch for all hosts, and for the launcher's, what they lack."""
+        self.prepare(launcher)
+        self.peers.append(launcher)
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
@@ -182,29 +186,26 @@ class _Distribution:
             plan = plan_round(
                 {peer.name: peer.lacks for peer in self.peers},
                 {peer.name: peer.has for peer in self.peers if peer.name not in self._left_out},
-                self._hubs,
+                on_hub=self._hub is not None,
             )
             self.at_once(partial(self._get, plan=plan))
         self.at_once(lambda peer: peer.call("end"))
 
-    def _blocks(self, peer: Peer, kind: str) -> Iterator[Block]:
+    def _blocks(self, peer: Peer) -> Iterator[Block]:
         """Those with small files, headers, and the tensors that a host needs."""
-        found = blocks_needed(self.paths[kind], peer.needs[kind])
+        found = blocks_needed(self.path, peer.parts)
         of = {file.name: blocks for file, blocks in found.items()}
-        for name, file in self.shared[kind].files.items():
+        for name, file in self.shared.files.items():
             for number in of.get(name, blocks_of([(0, file.size)])):
-                yield kind, name, number
+                yield name, number
 
     def _place(self, block: Block) -> Range:
-        kind, name, number = block
-        return place_of(number, self.shared[kind].files[name].size)
+        return place_of(block[1], self.shared.files[block[0]].size)
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
-        found = peer.call("offer", blocks=wanted)
-        peer.lacks = {each for each in peer.lacks if each[0] not in found["own"]}
-        peer.note(found["has"])
-        peer.wanted = sum(stop - start for start, stop in map(self._place, peer.lacks))
+        peer.note(peer.call("offer", blocks=wanted))
+        peer.wanted += sum(stop - start for start, stop in map(self._place, peer.lacks))
         if peer.lacks:
             peer.moved(0)
 
@@ -224,34 +225,34 @@ class _Distribution:
             )
 
     def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
-        """Have a host get blocks of models from sources, or read them for it. Raises ModelError."""
+        """Have a host get blocks from sources, or read them for it. Raises ModelError."""
         peers = {each.name: each for each in self.peers}
         direct: list[dict[str, Any]] = []
-        for (name, kind), blocks in plan.get(peer.name, {}).items():
+        for name, blocks in plan.get(peer.name, {}).items():
             source = peers.get(name)
-            wanted = [(*block[1:], source and source.has[block]) for block in blocks]
-            known = {"kind": kind, "name": name, "host": source is not None}
-            places = self._places(peer, kind, source, {file for _, file, _ in blocks})
-            if places is not None:
-                direct.append({**known, "places": places, "wanted": wanted})
+            wanted = [(*block, source and source.has[block]) for block in blocks]
+            known = {"name": name, "host": source is not None}
+            urls: Mapping[str, str] = {}
+            if (peer.name, name) not in self._relayed:
+                urls = self._urls(source, {file for file, _ in blocks})
+            if urls:
+                direct.append({**known, "urls": urls, "wanted": wanted})
                 continue
-            of = self._hubs[kind] if source is None else source.source(kind)
+            of = self._hub if source is None else source.source()
+            assert of is not None, "the plan names no other"
             for block, one in zip(blocks, wanted, strict=True):
-                data = of.read(block[1], self._place(block), self.shared[kind].files[block[1]].size)
+                data = of.read(block[0], self._place(block), self.shared.files[block[0]].size)
                 text = base64.b64encode(data).decode()
                 self._fetch(peer, peers, [{**known, "data": text, "wanted": [one]}])
         if direct:
             self._fetch(peer, peers, direct)
 
-    def _places(
-        self, peer: Peer, kind: str, source: Peer | None, files: set[str]
-    ) -> Mapping[str, Any] | None:
-        """Where a host reads files from a source, or the hub; None: it cannot."""
-        if (peer.name, HUB if source is None else source.name) in self._relayed:
-            return None
-        if source is None:
-            return self._hubs[kind].places(files, with_token=peer.host.shares_caches)
-        return (source.url and {e: (url_of(source.url, kind, e), {}) for e in files}) or None
+    def _urls(self, source: Peer | None, files: set[str]) -> Mapping[str, str]:
+        """Where hosts read files of another one, or of the hub; nothing: they cannot."""
+        if source is not None:
+            return {each: url_of(source.url, each) for each in files} if source.url else {}
+        assert self._hub is not None
+        return self._hub.urls(files)
 
     def _fetch(
         self, peer: Peer, peers: Mapping[str, Peer], sources: Sequence[Mapping[str, Any]]
@@ -261,13 +262,13 @@ class _Distribution:
         peer.note(found["has"])
         for of, why in zip(sources, found["failed"], strict=True):
             if why is not None and (source := peers.get(of["name"])) is not None:
-                self._give_up(peer, source, of["kind"], why)
-            elif why is not None:
-                self._hubs[of["kind"]].located.clear()  # its URLs may have expired
+                self._give_up(peer, source, why)
+            elif why is not None and self._hub is not None:
+                self._hub.located.clear()  # its URLs may have expired
                 if len(peer.lacks) == lacked:
                     self._relayed.add((peer.name, HUB))
 
-    def _give_up(self, peer: Peer, source: Peer, kind: str, why: str) -> None:
+    def _give_up(self, peer: Peer, source: Peer, why: str) -> None:
         """A host could not read from another one, which has perhaps sent wrong bytes."""
         if why:
             if (ended := source.failure(ENDED_S)) is not None:
@@ -278,13 +279,9 @@ class _Distribution:
                 f"{urlsplit(source.url or '').hostname} ({why}), so they pass through the "
                 "launcher; check the network between them, and let its firewalls admit TCP."
             )
-            return
-        with self._leaving_out:
-            known = source.name in self._left_out
-            self._left_out.add(source.name)
-        if not known:
+        elif self._left_out.setdefault(source.name, peer.name) == peer.name:
             self._on_warning(
-                f"{source.name} sends wrong bytes of the {kind} (to {peer.name}), so it is left "
-                "out; check its disk, and remove its folder of that model with `pipespec cache "
-                "prune` there."
+                f"{source.name} sends wrong bytes of the {self.kind} (to {peer.name}), so it is "
+                "left out; check its disk, and remove its folder of that model with `pipespec "
+                "cache prune` there."
             )

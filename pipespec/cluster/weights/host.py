@@ -44,48 +44,45 @@ ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
 class WeightHost:
-    """What the launcher may ask of a host. `moved` is called with numbers of bytes that were
-    fetched. Raises ModelError, OSError."""
+    """What the launcher may ask of a host, of one model after another. `moved` is called with
+    numbers of bytes that were fetched. Raises ModelError, OSError."""
 
     def __init__(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
-        self._shared: dict[str, Repository] = {}  # those fetched into the parts cache
-        self._files: dict[str, dict[str, PartsFile]] = {}
-        self._used: dict[Path, int | None] = {}  # their folders, which nobody may remove
+        self._shared: Repository | None = None  # that is fetched into the parts cache
+        self._files: dict[str, PartsFile] = {}
+        self._used: dict[Path, int | None] = {}  # the folders of models, which nobody may remove
         self._context: ssl.SSLContext | None = None  # for other hosts
 
-    def describe(self, kind: str, path: str) -> dict[str, Any] | None:
+    def describe(self, path: str) -> dict[str, Any] | None:
         """The "repository" of a checkpoint that this host has whole at `path`, as a folder of this
         host's, wherever it came from, and of a GGUF file its name as "file"."""
         if not folder.is_checkpoint(found := home_expanded(path)):
             return None
         repository = repository_of(found, as_folder=True)
-        self._files[kind] = _files_here(found, repository)
+        self._files = _files_here(found, repository)
         file = None if folder_of_checkpoint(found) == found else found.name
         return {"repository": asdict(repository), "file": file}
 
-    def prepare(
-        self, kind: str, path: str, repository: Mapping[str, Any], parts: Collection[str]
-    ) -> bool:
+    def prepare(self, path: str, repository: Mapping[str, Any], parts: Collection[str]) -> bool:
         """Find the folder of a model that the launcher has at `path`: in the parts cache, unless
         another one lacks none of these parts; whether all are here. Others read from that one if it
         is what the launcher means."""
-        shared = from_fields(Repository, repository)
+        self._shared = shared = from_fields(Repository, repository)
         found = own_path(Path(path), shared, parts)
         whole = found is not None and not missing(found, parts)
         if found is None or not whole or found.is_relative_to(folder.parts_cache()):
-            self._shared[kind] = shared
             return whole
-        self._files[kind] = {}
+        self._shared, self._files = None, {}
         with suppress(ModelError):
             if shared.on_hub or repository_of(found, as_folder=True).folder == shared.folder:
-                self._files[kind] = _files_here(found, shared)
+                self._files = _files_here(found, shared)
         return True
 
-    def offer(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """Which of the blocks it "has", and the models that lack none ("own")."""
-        with self._fetching(self._shared):
-            return {"has": self._here(blocks), "own": [*self._files.keys() - self._shared.keys()]}
+    def offer(self, blocks: Sequence[Block]) -> list[Any]:
+        """Those of the blocks that are here, with their hashes, or null of a whole file."""
+        with self._fetching():
+            return self._here(blocks)
 
     def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
         """Let the other hosts of this run read what is here, at an address, or at that of the
@@ -105,69 +102,69 @@ class WeightHost:
     def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Fetch blocks from all sources at once: which of them it "has" then, and in "failed" for
         each source null, or why it was given up, as a clause, empty if it sent wrong bytes. Of a
-        source are given the "kind" of model, its "name", the "places" of its files, or the "data"
-        of one block that the launcher has read, whether it is a "host", and "wanted": file, number
-        and hash, or null, of blocks."""
+        source are given its "name", the "urls" of its files, or the "data" of one block that the
+        launcher has read, whether it is a "host", and "wanted": file, number and hash, or null, of
+        blocks."""
         asked, blocks = [], []
-        with self._fetching({each["kind"] for each in sources}):
+        with self._fetching():
             for each in sources:
                 wanted = defaultdict[PartsFile, Any](dict)
                 for name, number, sha in each["wanted"]:
-                    blocks.append((each["kind"], name, number))
-                    if not (file := self._files[each["kind"]][name]).has(number):
+                    blocks.append((name, number))
+                    if not (file := self._files[name]).has(number):
                         wanted[file][number] = sha and bytes.fromhex(sha)
-                context = self._context if each["host"] else None
                 if (data := each.get("data")) is not None:
                     read = base64.b64decode(data)
                     source: RangeSource = GivenSource(each["name"], lambda *_, read=read: read)
                 else:
-                    source = RangeSource(each["name"], each["places"], context)
+                    context = self._context if each["host"] else None
+                    source = RangeSource(each["name"], each["urls"], context)
                 asked.append((source, wanted))
             found = fetch(asked, self._moved)
         failed = [error and _why(error) for error in (found.get(source) for source, _ in asked)]
         return {"has": self._here(blocks), "failed": failed}
 
-    def read(self, kind: str, file: str, start: int, stop: int) -> str:
+    def read(self, file: str, start: int, stop: int) -> str:
         """Bytes of a file of this host, in base 64."""
-        with self._file(kind, file).open("rb") as stream:
+        with self._file(file).open("rb") as stream:
             stream.seek(start)
             return base64.b64encode(stream.read(stop - start)).decode()
 
     def end(self) -> None:
         """Mark what was fetched as finished. Raises ModelError if a whole file has another hash
         than the hub states."""
-        with self._fetching(self._shared):
-            for kind, of in self._shared.items():
-                for name, file in self._files[kind].items():
-                    file.compare(of.files[name].sha256)
-                folder.write_repository(of)
+        with self._fetching():
+            if self._shared is not None:
+                for name, file in self._files.items():
+                    file.compare(self._shared.files[name].sha256)
+                folder.write_repository(self._shared)
 
     @contextmanager
-    def _fetching(self, kinds: Iterable[str]) -> Iterator[None]:
-        """Alone fetch into the folders of these models, of which another process may have fetched
-        some since."""
-        found = {kind: self._shared[kind] for kind in kinds}
-        with sole_fetcher(*{of.folder for of in found.values()}):
-            for kind, of in found.items():
-                if of.folder not in self._used:
-                    self._used[of.folder] = lock_file(of.folder / folder.USERS, shared=True)
-                self._files[kind] = folder.make_files(of, of.files)
+    def _fetching(self) -> Iterator[None]:
+        """Alone fetch into the folder of the model, into which another process may have fetched
+        since."""
+        if (of := self._shared) is None:
+            yield
+            return
+        with sole_fetcher(of.folder):
+            if of.folder not in self._used:
+                self._used[of.folder] = lock_file(of.folder / folder.USERS, shared=True)
+            self._files = folder.make_files(of, of.files)
             yield
 
-    def _file(self, kind: str, name: str) -> Path:
-        """The path of a file of a model. Raises ModelError for any other name."""
-        if name not in (files := self._files.get(kind, {})):
+    def _file(self, name: str) -> Path:
+        """The path of a file of the model. Raises ModelError for any other name."""
+        if name not in self._files:
             raise ModelError(f"{name!r} is no file of a model here")
-        return files[name].path
+        return self._files[name].path
 
     def _here(self, blocks: Iterable[Block]) -> list[Any]:
-        """Those of the blocks that are here, with their hashes, or null of a whole file."""
         found: list[Any] = []
-        for kind, name, number in blocks:
-            file = self._files.get(kind, {}).get(name)
+        for name, number in blocks:
+            file = self._files.get(name)
             if file is not None and file.has(number):
                 sha = file.digest(number)
-                found.append((kind, name, number, sha and sha.hex()))
+                found.append((name, number, sha and sha.hex()))
         return found
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,7 @@ from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, open_repository, own_path
-from pipespec.engine.checkpoint.parts.folder import (
-    Repository,
-    folder_of_checkpoint,
-    is_checkpoint,
-)
+from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint, is_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS
 from pipespec.engine.checkpoint.parts.sources import COMMIT
 from pipespec.engine.formats.gguf_file import part_names
@@ -95,29 +92,29 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     others = [host for host in hosts_file.hosts if not (host.by_hand or host.shares_caches)]
     if not absent or not others:
         return {}
-    errors: dict[str, ModelError] = {}
-
-    def describe(peer: Peer) -> dict[str, tuple[Peer, Repository, str | None]]:
-        found = {}
-        for kind, path in absent.items():
-            try:
-                told = peer.call("describe", kind=kind, path=getattr(peer.host, kind) or path)
-                if told is not None:
-                    found[kind] = peer, *described(told, peer.name)
-            except ModelError as error:
-                errors.setdefault(kind, error)
-        return found
-
+    found: dict[str, Path] = {}
     with ExitStack() as stack:
-        answers = at_once([stack.enter_context(Peer(host)) for host in others], describe)
-        # Of several hosts that have one, the first in the hosts file.
-        found = {kind: each for answer in reversed(answers) for kind, each in answer.items()}
-        for kind in errors.keys() - found.keys():
-            raise errors[kind]
-        return {
-            kind: open_repository(peer.source(kind), repository, file)
-            for kind, (peer, repository, file) in found.items()
-        }
+        peers = [stack.enter_context(Peer(host)) for host in others]
+        for kind, path in absent.items():
+            told = [*zip(peers, at_once(peers, partial(_asked, kind, path)), strict=True)]
+            errors = [each for _, each in told if isinstance(each, ModelError)]
+            # Of several hosts that have one, the first in the hosts file.
+            for peer, each in told:
+                if each is not None and each not in errors:
+                    found[kind] = open_repository(peer.source(), *described(each, peer.name))
+                    break
+            else:
+                for error in errors:
+                    raise error
+    return found
+
+
+def _asked(kind: str, path: str, peer: Peer) -> Any:
+    """What a host says of its checkpoint: null if it has none, or why it is of no use."""
+    try:
+        return peer.call("describe", path=getattr(peer.host, kind) or path)
+    except ModelError as error:
+        return error
 
 
 def described(told: Any, host: str) -> tuple[Repository, str | None]:

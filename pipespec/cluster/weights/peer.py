@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.host import ALIVE_S, lines_of
-from pipespec.cluster.weights.plan import Block, Needs
+from pipespec.cluster.weights.plan import Block
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint.parts.parts_file import Range
 from pipespec.engine.checkpoint.parts.sources import GivenSource, HubSource
@@ -30,19 +30,19 @@ OnWarning = Callable[[str], None]
 
 
 class Peer(Conversation):
-    """The process of a host, which ends with the block. It has blocks, with their hashes (None of a
-    file that is whole), and lacks others, at first `wanted` bytes. Other hosts can read from it at
-    its `url`; None: through the launcher. Raises HostFailed."""
+    """The process of a host, which ends with the block. Of one model after another it needs
+    `parts`, has blocks, with their hashes (None of a file that is whole), and lacks others; of all
+    it lacked `wanted` bytes. Other hosts can read from it at its `url`; None: through the launcher.
+    Raises HostFailed."""
 
     def __init__(
         self,
         host: Host,
-        needs: Needs | None = None,
         on_progress: OnProgress = lambda *_: None,
         on_warning: OnWarning = lambda _: None,
     ) -> None:
         super().__init__(host, MODULE, ENDING_S)
-        self.name, self.needs = host.name, needs or {}
+        self.name, self.parts = host.name, set[str]()
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
         self.url: str | None = None
@@ -89,16 +89,16 @@ class Peer(Conversation):
         self._moved += count
         self._on_progress(self.name, self._moved, self.wanted)
 
-    def note(self, has: Iterable[tuple[str, str, int, str | None]]) -> None:
+    def note(self, has: Iterable[tuple[str, int, str | None]]) -> None:
         """These blocks are here, with their hashes."""
-        self.has.update({(kind, file, number): sha for kind, file, number, sha in has})
+        self.has.update({(file, number): sha for file, number, sha in has})
         self.lacks -= self.has.keys()
 
-    def source(self, kind: str) -> GivenSource:
-        """The files of a model of this host, read through its process."""
+    def source(self) -> GivenSource:
+        """The files of the model on this host, read through its process."""
 
         def read(file: str, part: Range) -> bytes:
-            data = self.call("read", kind=kind, file=file, start=part[0], stop=part[1])
+            data = self.call("read", file=file, start=part[0], stop=part[1])
             if len(found := base64.b64decode(data)) != part[1] - part[0]:
                 raise ModelError(f"{self.name}: {file} has changed; start again")
             return found
@@ -114,7 +114,7 @@ def at_once(
     peers: Sequence[Peer],
     task: Callable[[Peer], T],
     over: threading.Event | None = None,
-    hubs: Iterable[HubSource] = (),
+    hub: HubSource | None = None,
 ) -> list[T]:
     """What a task returns for each host. Raises what the first one raised, also a signal, or
     RankFailed if the cluster is `over`, and then ends what all hosts do."""
@@ -130,7 +130,7 @@ def at_once(
                 if not left:
                     return [each.result() for each in futures]
         except BaseException:
-            for hub in hubs:
+            if hub is not None:
                 hub.stopped.set()
             for peer in peers:
                 peer.end()

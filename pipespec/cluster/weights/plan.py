@@ -17,12 +17,12 @@ from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.errors import ModelError
 
-# Model, file and number of a block.
-Block = tuple[str, str, int]
+# File and number of a block.
+Block = tuple[str, int]
 # The parts (`slice_tensors`) of each model, by its name in `model.`.
 Needs = Mapping[str, set[str]]
-# What a host gets in a round, by source and model.
-Transfers = Mapping[tuple[str, str], list[Block]]
+# What a host gets in a round, by source.
+Transfers = Mapping[str, list[Block]]
 # Among the names of sources, of which hosts' have no blanks.
 HUB = "the hub"
 # Of neighbours that the same hosts lack and have, which one source sends.
@@ -47,45 +47,47 @@ def parts_of_rank(deployment: Deployment, rank: int) -> Needs:
     return {kind: parts_of(own, of.num_layers, tied=of.tied) for kind, of, own in computed}
 
 
-def parts_asked(deployment: Deployment, host: Host, shared: Mapping[str, Repository]) -> Needs:
-    """What a host is asked about of the models that hosts can get from one another or the hub."""
-    needs, found = parts_needed(deployment, host), dict[str, set[str]]()
-    for kind, of in shared.items():
-        if (given := getattr(host, kind)) is not None:  # the model is there, and may be sent
-            found |= {kind: set()} if given == of.path else {}
-        elif kind in needs or kind == "target" or not of.on_hub:  # all read the target's config
-            found[kind] = needs.get(kind, set())
-    return found
+def parts_asked(
+    deployment: Deployment, host: Host, kind: str, shared: Repository
+) -> set[str] | None:
+    """What a host is asked about of a model that hosts can get from one another or the hub; None:
+    it is not asked."""
+    if (given := getattr(host, kind)) is not None:  # the model is there, and may be sent
+        return set() if given == shared.path else None
+    needs = parts_needed(deployment, host)
+    if kind in needs or kind == "target" or not shared.on_hub:  # all read the target's config
+        return needs.get(kind, set())
+    return None
 
 
 def plan_round(
     lacks: Mapping[str, Collection[Block]],
     holders: Mapping[str, Collection[Block]],
-    on_hub: Collection[str],
+    *,
+    on_hub: bool,
 ) -> Mapping[str, Transfers]:
-    """What each host gets in the next round. `on_hub`: the models of which the hub has every block.
-    Raises ModelError if no host has one, and the hub cannot be asked for it."""
+    """What each host gets of a model in the next round. `on_hub`: the hub has every block. Raises
+    ModelError if no host has one, and the hub cannot be asked for it."""
     having, needing = _hosts_of(holders), _hosts_of(lacks)
     sent, got = Counter[str](), Counter[str]()
-    found: defaultdict[str, defaultdict[tuple[str, str], list[Block]]]
+    found: defaultdict[str, defaultdict[str, list[Block]]]
     found = defaultdict(lambda: defaultdict(list))
 
-    def alike(block: Block) -> tuple[int, list[str], list[str], str, str, int]:
+    def alike(block: Block) -> tuple[int, list[str], list[str], str, int]:
         """Few sources first: what several have goes by the less busy of them."""
-        has, (kind, file, number) = having[block], block
-        return len(has), has, needing[block], kind, file, number // RUN_BLOCKS
+        has, (file, number) = having[block], block
+        return len(has), has, needing[block], file, number // RUN_BLOCKS
 
-    for (_, has, needs, kind, file, _), blocks in groupby(sorted(needing, key=alike), alike):
+    for (_, has, needs, file, _), blocks in groupby(sorted(needing, key=alike), alike):
         run = list(blocks)
-        if not has and kind not in on_hub:
+        if not has and not on_hub:
             raise ModelError(
-                f"{needs[0]} needs bytes of {file} of the {kind} that no host has; copy {file} to "
-                "one of them"
+                f"{needs[0]} needs bytes of {file} that no host has; copy it to one of them"
             )
         sources = has or [HUB]
         for to in sorted(needs, key=got.__getitem__)[: len(sources)]:
             source = min(sources, key=sent.__getitem__)
-            found[to][source, kind] += run
+            found[to][source] += run
             sent[source] += len(run)
             got[to] += len(run)
     return found

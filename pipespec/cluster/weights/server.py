@@ -1,4 +1,4 @@
-"""Lets other hosts read parts of this host's files: `GET /KIND/FILE` with a range, over TLS.
+"""Lets other hosts read parts of this host's files: `GET /FILE` with a range, over TLS.
 
 The launcher makes a certificate for each distribution and hands it, with its key, to the hosts
 over SSH. Both ends of a connection must hold that key; it is in no file.
@@ -38,19 +38,19 @@ def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
     return context
 
 
-def url_of(url: str, kind: str, file: str) -> str:
-    """Where a server has a file of a model."""
-    return f"{url}/{kind}/{quote(file, safe='')}"
+def url_of(url: str, file: str) -> str:
+    """Where a server has a file."""
+    return f"{url}/{quote(file, safe='')}"
 
 
 class WeightServer(ThreadingTCPServer):
     """Answers at one address of this host, in threads, until the process ends. Raises OSError if
-    it cannot listen there. `find` names the path of a file of a model, or raises ModelError."""
+    it cannot listen there. `find` names the path of a file, or raises ModelError."""
 
     request_queue_size = MOST_UNPROVEN
     allow_reuse_address = daemon_threads = True
 
-    def __init__(self, ip: str, certificate: Certificate, find: Callable[[str, str], Path]) -> None:
+    def __init__(self, ip: str, certificate: Certificate, find: Callable[[str], Path]) -> None:
         self.find = find
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)  # each has a thread
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
@@ -95,8 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         path, size = Path(), 0
         with suppress(ModelError, OSError):
-            kind, _, file = self.path.removeprefix("/").partition("/")
-            path = self.server.find(kind, unquote(file))
+            path = self.server.find(unquote(self.path.removeprefix("/")))
             size = path.stat().st_size if path.is_file() else 0
         if wanted is None or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= size:
             self.send_error(416 if size else 404)

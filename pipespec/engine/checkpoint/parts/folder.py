@@ -161,31 +161,29 @@ def _last_used(root: Path) -> Path | None:
 
 
 @contextmanager
-def sole_fetcher(*folders: Path, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into these folders; other ones take them in the same order.
-    The process is named in the file of the lock while it holds it: what one that was killed has
-    left is compared with its hashes. Raises ModelError if another one holds a lock and this must
-    not `wait`, or a folder cannot be written."""
-    with ExitStack() as held:
-        for folder in sorted(folders, key=lambda each: each.parts[-2:]):
-            held.enter_context(reported(folder))
-            path = folder / RECORDS / "lock"
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.parent.mkdir(exist_ok=True)
-            if (lock := lock_file(path)) is None:
-                holder = f"{path.read_text() or 'another process'} fetches into {folder}"
-                if not wait:
-                    raise ModelError(f"{holder}; wait until it has ended")
-                log.warning("%s; waiting until it has ended", holder)
-                lock = lock_file(path, wait=True)
-            assert lock is not None
-            held.callback(os.close, lock)
-            for each in filter(is_partial, folder.iterdir()) if path.stat().st_size else ():
-                PartsFile(each).verify()
-            os.truncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
-            os.fsync(lock)  # so that a loss of power is noticed too, and `.parts` outlasts it
-            held.callback(os.truncate, lock, 0)
+def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into a folder. The process is named in the file of the lock
+    while it holds it: what one that was killed has left is compared with its hashes. Raises
+    ModelError if another one holds the lock and this must not `wait`, or the folder cannot be
+    written."""
+    path = folder / RECORDS / "lock"
+    with ExitStack() as held, reported(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True)
+        if (lock := lock_file(path)) is None:
+            holder = f"{path.read_text() or 'another process'} fetches into {folder}"
+            if not wait:
+                raise ModelError(f"{holder}; wait until it has ended")
+            log.warning("%s; waiting until it has ended", holder)
+            lock = lock_file(path, wait=True)
+        assert lock is not None
+        held.callback(os.close, lock)
+        for each in filter(is_partial, folder.iterdir()) if path.stat().st_size else ():
+            PartsFile(each).verify()
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
+        os.fsync(lock)  # so that a loss of power is noticed too, and `.parts` outlasts it
+        held.callback(os.truncate, lock, 0)
         yield
 
 

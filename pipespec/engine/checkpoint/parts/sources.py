@@ -37,8 +37,6 @@ COMMIT = re.compile("[0-9a-f]{40}")
 NUM_CONNECTIONS = 8
 REQUEST_BLOCKS = 4  # neighbours that are fetched by one request
 SPARE_BYTES, GIB = 256 * 2**20, 2**30  # left free on the disk
-# Where a file is read: a URL, and headers for it.
-Location = tuple[str, Mapping[str, str]]
 # Blocks by file, and the hash of each by the source's record, if it has one.
 Wanted = Mapping[PartsFile, Mapping[int, bytes | None]]
 
@@ -58,16 +56,16 @@ class _Again(Exception):
 
 
 class RangeSource:
-    """Files at these places; `context`: another host, which proves by it who it is. Several threads
+    """Files at these URLs; `context`: another host, which proves by it who it is. Several threads
     may read at once. Others may set `stopped`, to end all reading soon. `wait` is called with the
     seconds between two tries. Raises ModelError, Unavailable."""
 
     def __init__(
-        self, name: str, places: Mapping[str, Location], context: ssl.SSLContext | None = None
+        self, name: str, urls: Mapping[str, str], context: ssl.SSLContext | None = None
     ) -> None:
         from huggingface_hub import utils
 
-        self.name, self.located = name, dict(places)
+        self.name, self.located = name, dict(urls)
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
@@ -76,8 +74,8 @@ class RangeSource:
             self._session = type(self._session)(verify=context, trust_env=False)
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
 
-    def locate(self, file: str) -> Location:
-        """Where a file is, until that is refused."""
+    def locate(self, file: str) -> str:
+        """The URL of a file, until that is refused."""
         if file not in self.located:
             raise Unavailable(f"{self.name} refuses a signed URL of {file}")
         return self.located[file]
@@ -93,9 +91,12 @@ class RangeSource:
         return data
 
     def _request(self, file: str, part: Range, size: int, data: bytearray) -> None:
-        from huggingface_hub import utils
+        from huggingface_hub import constants, utils
 
-        (start, stop), (url, headers) = part, self.locate(file)
+        (start, stop), url = part, self.locate(file)
+        # The token goes to the hub alone, by the scheme and name that the hub has.
+        at_hub = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
+        headers = utils.build_hf_headers() if at_hub else {}  # type: ignore[attr-defined]
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         how: Any = {
             "headers": {**headers, **wanted},
@@ -161,14 +162,14 @@ class RangeSource:
         if (answer := getattr(error, "response", None)) is None:
             return _Again(" ".join(str(error).split())[:200] or type(error).__name__)
         if answer.status_code not in PASSING:
-            raise ModelError(self._refused(answer.status_code)) from error
+            raise self._refused(answer.status_code) from error
         again = _Again(f"it answers {answer.status_code}")
         if (asked := answer.headers.get("Retry-After", "").strip()).isdigit():
             again.wait_s = float(asked)
         return again
 
-    def _refused(self, status: int) -> str:
-        return f"{self.name} answers {status}; start again"
+    def _refused(self, status: int) -> ModelError:
+        return Unavailable(f"{self.name} answers {status}")
 
 
 class GivenSource(RangeSource):
@@ -209,37 +210,34 @@ class HubSource(RangeSource):
         self.commit = info.sha
         return Repository(self.repo, info.sha, None, files)
 
-    def locate(self, file: str) -> Location:
-        """At the hub, or at a signed URL, which gets no token."""
+    def locate(self, file: str) -> str:
+        """At the hub, or a signed URL."""
         from huggingface_hub import get_hf_file_metadata
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        if (place := self.located.get(file)) is None:
+        if file not in self.located:
             # Files are of the top folder, so a "/" is part of the name and leads nowhere.
             at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
-            url = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-            own = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]  # scheme and host
-            place = self.located[file] = url, build_hf_headers() if own else {}
-        return place
+            self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
+        return self.located[file]
 
-    def places(self, files: Iterable[str], *, with_token: bool) -> dict[str, Location] | None:
-        """Where files are read by another process; None: one of them with the token alone, which
-        it has not. Raises ModelError."""
+    def urls(self, files: Iterable[str]) -> dict[str, str]:
+        """Where files are read by another process. Raises ModelError."""
         names = list(files)
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            found = list(pool.map(lambda name: self.tried(lambda: self.locate(name), name), names))
-        known = with_token or not any(TOKEN in headers for _, headers in found)
-        return dict(zip(names, found, strict=True)) if known else None
+            found = pool.map(lambda name: self.tried(lambda: self.locate(name), name), names)
+            return dict(zip(names, found, strict=True))
 
-    def _refused(self, status: int) -> str:
+    def _refused(self, status: int) -> ModelError:
         if status == 404:
-            return f"{self.name} has no such model, or not that file of it; check the name"
-        if status in (401, 403):
-            return (
+            why = f"{self.name} has no such model, or not that file of it; check the name"
+        elif status in (401, 403):
+            why = (
                 f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does "
                 "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
             )
-        return f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
+        else:
+            why = f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
+        return ModelError(why)
 
 
 def fetch(

@@ -24,7 +24,7 @@ from pipespec.cluster.weights import distribution, host
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost, lines_of
 from pipespec.cluster.weights.peer import Peer as FarPeer
-from pipespec.cluster.weights.plan import Needs, parts_needed
+from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
 from pipespec.controller.certificate import Certificate
@@ -59,8 +59,8 @@ class Peer:
     interrupted: set[str] = set()  # noqa: RUF012
     asked = threading.Event()
 
-    def __init__(self, name: str, needs: Needs) -> None:
-        self.name, self.needs, self.ended = name, needs, threading.Event()
+    def __init__(self, name: str) -> None:
+        self.name, self.parts, self.ended = name, set[str](), threading.Event()
 
     def call(self, do: str, **_: Any) -> None:
         if self.name in self.interrupted:
@@ -76,8 +76,8 @@ class Peer:
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def far(host: Any, needs: Needs, *_: object) -> Iterator[Peer]:
-        yield Peer(host.name, needs)
+    def far(host: Any, *_: object) -> Iterator[Peer]:
+        yield Peer(host.name)
 
     monkeypatch.setattr(distribution, "Peer", far)
 
@@ -158,17 +158,15 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     repository = asdict(replace(repository_of(whole, as_folder=True), path="/models/nowhere"))
     moved: list[int] = []
     hosts = [WeightHost(moved.append) for _ in range(2)]
-    wanted = ("target", "config.json", 0)
+    wanted = ("config.json", 0)
     for each in hosts:
-        assert not each.prepare("target", "/models/nowhere", repository, ["0"])
-        assert each.offer([wanted]) == {"has": [], "own": []}
+        assert not each.prepare("/models/nowhere", repository, ["0"])
+        assert each.offer([wanted]) == []
     data = (whole / "config.json").read_bytes()
     text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
-    source = {"kind": "target", "name": "alpha", "host": True, "data": text}
+    source = {"name": "alpha", "host": True, "data": text}
     for each in hosts:
-        assert each.fetch([source | {"wanted": [(*wanted[1:], None)]}]) == found | {
-            "failed": [None]
-        }
+        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": [None]}
     assert moved == [len(data)]
     # Between two calls nobody holds the lock; what was noted as here must stay.
     for entry in entries():

@@ -13,12 +13,12 @@ from pipespec.errors import ModelError
 
 HOSTS = ("a", "b", "c", "d")
 Held = dict[str, set[Block]]
-RUN = {("target", "m.safetensors", number) for number in range(RUN_BLOCKS)}
+RUN = {("m.safetensors", number) for number in range(RUN_BLOCKS)}
 
 
 def block(number: int) -> Block:
     """One of a run of its own."""
-    return "target", "m.safetensors", number * RUN_BLOCKS
+    return "m.safetensors", number * RUN_BLOCKS
 
 
 def some(*numbers: int) -> set[Block]:
@@ -30,10 +30,8 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
     found = []
     while any(lacks.values()):
         sent, moved = Counter[str](), Counter[Block]()
-        plan = plan_round(lacks, holders, ["target"] if on_hub else [])
-        transfers = {
-            (to, source): of for to, each in plan.items() for (source, _), of in each.items()
-        }
+        plan = plan_round(lacks, holders, on_hub=on_hub)
+        transfers = {(to, source): of for to, each in plan.items() for source, of in each.items()}
         for (to, source), blocks in transfers.items():
             assert source == HUB or holders[source] >= set(blocks)
             assert lacks[to] >= set(blocks) and source != to
@@ -82,9 +80,9 @@ def test_blocks_are_sent_as_evenly_as_can_be(
 
 
 def test_a_block_that_no_host_has_names_its_file() -> None:
-    sentence = r"^b needs bytes of m\.safetensors of the target that no host has; copy m\.safetens"
+    sentence = r"^b needs bytes of m\.safetensors that no host has; copy it to one of them"
     with pytest.raises(ModelError, match=sentence):
-        plan_round({"b": some(1, 2)}, {"a": some(1)}, [])
+        plan_round({"b": some(1, 2)}, {"a": some(1)}, on_hub=False)
 
 
 sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(block, st.integers(0, 20))))

@@ -47,25 +47,24 @@ def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
         assert PartsFile(tmp_path / "m.safetensors").absent() == ([0, 2] if killed else [2])
 
 
-def test_two_starts_take_folders_in_one_order_and_the_one_that_waits_names_the_other(
+def test_of_two_starts_the_one_that_waits_names_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = tmp_path / "x" / "1", tmp_path / "x" / "2"
     said = queue.Queue[str]()
     monkeypatch.setattr(log, "warning", lambda text, *of: said.put(text % of))
 
     def second() -> None:
-        with sole_fetcher(two, one):
+        with sole_fetcher(tmp_path):
             said.put("done")
 
-    with sole_fetcher(one, two):
-        sentence = f"process {os.getpid()} of {socket.gethostname()} fetches into"
-        refused = pytest.raises(ModelError, match=f"^{sentence} .*/2; wait until it has ended$")
-        with refused, sole_fetcher(two, wait=False):
+    with sole_fetcher(tmp_path):
+        sentence = f"process {os.getpid()} of {socket.gethostname()} fetches into {tmp_path}; wait"
+        refused = pytest.raises(ModelError, match=f"^{sentence} until it has ended$")
+        with refused, sole_fetcher(tmp_path, wait=False):
             pass
         other = threading.Thread(target=second)
         other.start()
-        assert said.get(timeout=60) == f"{sentence} {one}; waiting until it has ended"
+        assert said.get(timeout=60) == f"{sentence}ing until it has ended"
         assert said.empty()
     assert said.get(timeout=60) == "done"
     other.join()

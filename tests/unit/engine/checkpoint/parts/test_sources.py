@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,46 +184,49 @@ def test_without_a_hub_nothing_is_waited_for_for_good(waits, offline, monkeypatc
 
 
 def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
-    """They are told a URL only where they need no token."""
-    places = client.places([NAME], with_token=False)
-    ((url, headers),) = places.values()
-    assert f"/cdn/0/org/model/{NAME}" in url and not headers
-    other = RangeSource("the hub", places)
+    """They are given no token: where one is needed, they cannot read."""
+    urls = client.urls([NAME])
+    assert f"/cdn/0/org/model/{NAME}" in urls[NAME]
+    other = RangeSource("the hub", urls)
     other.wait = waits.append
     assert read(other) == DATA[1000:90_000]
     assert hub.tokens_at_cdn == []
     hub.expire()
     with pytest.raises(Unavailable, match="refuses a signed URL"):
         read(other)
-    hub.signs = False
+    hub.signs, hub.token = False, "secret"
     client.located.clear()
-    assert client.places([NAME], with_token=False) is None
-    ((url, headers),) = client.places([NAME], with_token=True).values()
-    assert f"/resolve/{COMMIT}/{NAME}" in url and headers["authorization"] == "Bearer secret"
-    client.located.clear()
+    urls = client.urls([NAME])
+    assert f"/resolve/{COMMIT}/{NAME}" in urls[NAME]
+    assert read(RangeSource("the hub", urls)) == DATA[1000:90_000]
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert client.places([NAME], with_token=False).keys() == {NAME}
+    other = RangeSource("the hub", urls)
+    other.wait = waits.append
+    with pytest.raises(Unavailable, match="refuses a signed URL"):
+        read(other)
 
 
-@pytest.mark.parametrize(
-    ("location", "gets"),
-    [("{hub}/x", True), ("{other}/x", False), ("http://127.0.0.1:1/x", False)],
-    ids=["the hub", "another scheme", "another port"],
-)
-def test_the_token_goes_to_the_hub_alone(client, monkeypatch, location, gets):
-    """Not in clear text either, to a name that is the hub's."""
-    hub = client.endpoint
-    url = location.format(hub=hub, other=hub.replace("http:", "https:"))
-    found = SimpleNamespace(location=url)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: found)
-    assert ("authorization" in client.locate(NAME)[1]) is gets
+@pytest.mark.parametrize("at_hub", [True, False])
+def test_the_token_goes_to_the_hub_alone(hub, client, at_hub, monkeypatch):
+    """Not to another port of its name either."""
+    hub.signs, hub.token = False, "secret"
+    urls = client.urls([NAME])
+    if not at_hub:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    other = RangeSource("the hub", urls)
+    other.wait = lambda _: None
+    if at_hub:
+        assert read(other) == DATA[1000:90_000]
+        return
+    with pytest.raises(Unavailable, match="refuses a signed URL"):
+        read(other)
 
 
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.places([f"../../../other/resolve/{COMMIT}/{NAME}"], with_token=True)
+        client.urls([f"../../../other/resolve/{COMMIT}/{NAME}"])
 
 
 # --- blocks -----------------------------------------------------------------------------------
