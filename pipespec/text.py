@@ -26,13 +26,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
@@ -43,9 +37,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -
     of raw bytes with a broken character, also of the whole characters."""
 
     def decoded(part: Sequence[int]) -> str:
-        return tokenizer.decode(
-            part, skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
+        return tokenizer.decode(part, skip_special_tokens=not special)
 
     text = decoded(ids)
     if REPLACEMENT not in text:
@@ -70,10 +62,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -
 
 def hidden_text(tokenizer: Tokenizer, token: int) -> str:
     """The text of a special token, which texts are without; that of another token is empty."""
-    shown, whole = (
-        tokenizer.decode([token], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        for skip in (True, False)
-    )
+    shown, whole = (tokenizer.decode([token], skip_special_tokens=skip) for skip in (True, False))
     return "" if shown else whole
 
 
@@ -82,7 +71,7 @@ def _raw_byte(tokenizer: Tokenizer, token: int) -> bytes:
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None or not RAW_BYTE.fullmatch(name):
         return b""
-    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode([token], skip_special_tokens=False)
     return b"" if text == name else bytes([int(name[3:5], 16)])
 
 

@@ -138,9 +138,7 @@ class ModelInfo:
             raise TemplateFailed("there is none" + " named 'default'" * bool(reader.chat_template))
 
         def apply(conversation: list[dict[str, Any]], **options: Any) -> str:
-            return reader.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, **options
-            )
+            return reader.apply_chat_template(conversation, chat_template=template, **options)
 
         key = template, bool(tools)
         if key not in self._forms:

@@ -59,15 +59,8 @@ class BackendTokenizer:
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids. It is not cleaned up, which could change text that was sent already."""
-        assert not clean_up_tokenization_spaces
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
@@ -83,11 +76,9 @@ class BackendTokenizer:
         chat_template: str,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        tokenize: bool = False,
         **variables: Any,
     ) -> str:
         """The conversation as one text. Raises whatever the template raises."""
-        assert not tokenize
         return _compiled(chat_template).render(
             messages=conversation,
             add_generation_prompt=add_generation_prompt,
