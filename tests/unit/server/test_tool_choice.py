@@ -200,12 +200,6 @@ def test_arguments_of_required_calls_are_what_the_function_declares(
         assert fits(running.served, ask, text) == (arguments in good), arguments
 
 
-def test_parameters_that_are_no_object_are_refused(running: RunningCluster) -> None:
-    tool = {"type": "function", "function": {"name": "go", "parameters": {"type": "string"}}}
-    with pytest.raises(ApiError, match="the parameters of go are of a type that is no object"):
-        chat(running, tools=[tool], tool_choice="required")
-
-
 def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:
     text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     tokenizer = running.served.tokenizer
