@@ -260,13 +260,16 @@ class LimitedProtocol(H11Protocol):
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body).encode()
+            given = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "x-request-id": new_request_id(),
+                "connection": "close",
+                **error.headers,
+            }
             headers = [
                 *self.server_state.default_headers,
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("x-request-id", new_request_id()),
-                ("connection", "close"),
-                *error.headers.items(),
+                *((name.encode(), text.encode()) for name, text in given.items()),
             ]
             reason = STATUS_PHRASES[error.status]
             reply = h11.Response(status_code=error.status, headers=headers, reason=reason)
