@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.registry import RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.server.api_server import bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
+from tests.helpers import dialects
 from tests.helpers.log import accept, head_of, take
 
 NAMESPACE = "http"
@@ -74,8 +75,4 @@ def play(
 
 def cluster_of(redis: EmbeddedRedis, served: ModelInfo) -> RunningCluster:
     """The entry of a cluster with a scripted head."""
-    return RunningCluster(
-        *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
-        num_ranks=2,
-        started=1.0,
-    )
+    return replace(dialects.entry_of(served), url=redis.url, namespace=NAMESPACE, num_ranks=2)

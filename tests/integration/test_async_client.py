@@ -19,8 +19,6 @@ from pipespec.client import async_client, registry, sync_client
 from pipespec.client.async_client import MOST_ENTRIES, MOST_EVENTS, AsyncAnswer, Followed, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.cluster.decide import decide
-from pipespec.config.compose import compose
 from pipespec.controller import async_request_log
 from pipespec.controller.async_request_log import AsyncRedisConnection, AsyncRequestLog
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -32,6 +30,7 @@ from pipespec.core import Request, SamplingParams
 from pipespec.errors import ControllerError, RankFailed, Unreachable
 from pipespec.system.process_identity import since_boot
 from pipespec.timing.stats import empty_report
+from tests.helpers import dialects
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon
 from tools.rig.log import events_of
@@ -41,11 +40,6 @@ NAME, NAMESPACE = "lab", "async-client"
 PROMPT = (5, 6, 7)
 ASKED = {"prompt": PROMPT, "max_new_tokens": 9}
 LONG_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return ModelInfo.of(decide(compose([])))
 
 
 @pytest.fixture
@@ -62,12 +56,10 @@ def head(server: EmbeddedRedis) -> Iterator[Controller]:
 
 @pytest.fixture
 def running(
-    server: EmbeddedRedis, served: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedRedis, demo: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RunningCluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return RunningCluster(
-        NAME, server.url, NAMESPACE, 1, Owner.this(), "here", (), served, num_ranks=3, started=1.0
-    )
+    return replace(dialects.entry_of(demo), url=server.url, namespace=NAMESPACE)
 
 
 def ended() -> Owner:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipespec.cli.up import default_name, parse_settings
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.engine.llguidance_backend import grammar_from_json_schema, grammar_from_regex
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import Unreadable
+from tests.helpers import dialects
 
 
 def running(*overrides: str) -> RunningCluster:
-    return RunningCluster(
-        name="lab",
-        url="",
-        namespace="pipespec",
-        epoch=1,
-        owner=Owner.this(),
-        host="alpha",
-        overrides=overrides,
-        served=ModelInfo(str(resource_dir("demo") / "target"), 512, 64, (), BackendTokenizer("{}")),
-        num_ranks=5,
-        started=0.0,
-    )
+    served = ModelInfo(str(resource_dir("demo") / "target"), 512, 64, (), BackendTokenizer("{}"))
+    return replace(dialects.entry_of(served), overrides=overrides)
 
 
 def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> None:
