@@ -4,6 +4,7 @@ decodes them and whatever happens meanwhile."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -50,26 +51,12 @@ def reference(path: Path, asked: Sequence[Sequence[int]], tokens: int) -> list[l
 def target(tmp_path_factory) -> Callable[[str], Path]:
     """`target(model_type)`: a random checkpoint, made once."""
     root = tmp_path_factory.mktemp("targets")
-
-    def get(model_type: str) -> Path:
-        folder = root / model_type
-        if not folder.exists():
-            models.build(model_type, folder, max_position_embeddings=512)
-        return folder
-
-    return get
+    return cache(lambda kind: models.build(kind, root / kind, max_position_embeddings=512))
 
 
 @pytest.fixture(scope="module")
 def greedy(target) -> Callable[[str], list[list[int]]]:
-    found: dict[str, list[list[int]]] = {}
-
-    def get(model_type: str) -> list[list[int]]:
-        if model_type not in found:
-            found[model_type] = reference(target(model_type), prompts(PROMPT_LENGTHS), TOKENS)
-        return found[model_type]
-
-    return get
+    return cache(lambda kind: reference(target(kind), prompts(PROMPT_LENGTHS), TOKENS))
 
 
 def _cases() -> list[object]:
