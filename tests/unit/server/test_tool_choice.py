@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
-from pipespec.server.api_errors import ApiError
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
