@@ -29,7 +29,9 @@ from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
     PROBE_S,
     RETRY_S,
+    AsyncPinnedConnection,
     explain,
+    is_pinned,
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
@@ -95,6 +97,8 @@ class AsyncRedisConnection:
         # 3.11, and takes a late reply for none.
         options = options_of(self.url, ANSWER_TIMEOUT_S) | {"socket_timeout": None}
         pool = ConnectionPool.from_url(self.url, retry=Retry(NoBackoff(), 0), **options)
+        if is_pinned(self.url):
+            pool.connection_class = AsyncPinnedConnection
         self._connection = pool.make_connection()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):

@@ -10,6 +10,7 @@ import ssl
 from typing import Any, Self
 
 import redis
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.backoff import NoBackoff
 from redis.connection import (
     ConnectionPool,
@@ -244,6 +245,17 @@ class PinnedConnection(SSLConnection):
     def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         context = _context_trusting(self.ca_data, self.check_hostname, self.ssl_min_version)
         return context.wrap_socket(sock, server_hostname=self.host)
+
+
+class AsyncPinnedConnection(AsyncSSLConnection):
+    """The same for an event loop."""
+
+    async def _connect(self) -> None:
+        # redis-py makes a context only where there is none.
+        self.ssl_context.context = _context_trusting(
+            self.ca_data, self.check_hostname, self.min_version
+        )
+        await super()._connect()
 
 
 @functools.lru_cache(maxsize=16)

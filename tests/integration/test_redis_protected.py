@@ -59,7 +59,7 @@ def moved(url: str, port: int) -> str:
 
 
 async def enqueue(url: str) -> int:
-    """As a client of a user's own Redis does."""
+    """As a client in an event loop does."""
     log = AsyncRequestLog(url, namespace="protected", patience=0)
     try:
         return (await log.enqueue([Request(0, **ASKED)], 99))[0]
@@ -163,7 +163,9 @@ def test_a_man_in_the_middle_learns_nothing(
         url = moved(server.url_at(LOOPBACK), relay.port)
         with pytest.raises(Unreachable, match=NOT_OURS):
             ask(url)
-        until(lambda: relay.visitors == 1)
+        with pytest.raises(Unreachable, match=NOT_OURS):
+            asyncio.run(enqueue(url))
+        until(lambda: relay.visitors == 2)
         assert relay.kept == b"", "not even the password was sent"
 
 
