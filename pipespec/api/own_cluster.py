@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from pipespec.client.local_cluster import running_cluster
+from pipespec.client.local_cluster import own_entry
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.cluster import session
@@ -152,7 +152,7 @@ class ClusterThread:
                 deployment, agents, lambda ranks, of: self._require_wanted(0)
             ) as cluster:
                 self._session = cluster
-                self.ready.set_result(running_cluster(cluster, served, settings))
+                self.ready.set_result(own_entry(cluster, served, settings))
                 while cluster.poll():
                     self._require_wanted(LOOK_S)
         raise RankFailed("The ranks of the cluster ended by themselves.")

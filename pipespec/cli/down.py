@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipespec.client.registry import Owner, clear, entry, left, server_of
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
-from pipespec.errors import PipespecError
+from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
@@ -47,6 +47,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return 0
     found = entry(name)
     owner = found.owner
+    if not owner.here:
+        host = found.cluster.host if found.cluster else owner.machine
+        raise ConfigError(
+            f"The cluster {found.name!r} was started on {host}; run `pipespec down {found.name}` "
+            "there."
+        )
     server = server_of(found.name)
     owner.end()
     await_end(found.name, owner)

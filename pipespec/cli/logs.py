@@ -7,7 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from pipespec.client.registry import LOG, check_name, entries, entry, folder, is_up, log_of
+from pipespec.client.registry import LOG, check_name, entries, entry, folder, log_of, up_here
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
@@ -39,16 +39,18 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     check_name(name)
     log = log_of(name)
     if log is None:
-        raise ConfigError(
-            f"The messages of the cluster {name!r} go to the terminal or service that started it "
-            f"(process {entry(name).owner.pid})."
-        )
+        found = entry(name)
+        where = f"the terminal or service that started it (process {found.owner.pid})"
+        if not found.owner.here:
+            host = found.cluster.host if found.cluster else found.owner.machine
+            where = f"{host}; run `pipespec logs {name}` there"
+        raise ConfigError(f"The messages of the cluster {name!r} go to {where}.")
     if arguments.json:
         write(json.dumps({"name": name, "log": str(log)}) + "\n")
         return 0
     with log.open(errors="replace") as stream:
         while True:
-            ended = not is_up(name)  # before it is read, so that the last lines are too
+            ended = not up_here(name)  # before it is read, so that the last lines are too
             while text := stream.read(CHARACTERS):
                 write(text)
             if ended or not arguments.follow:

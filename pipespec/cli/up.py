@@ -185,7 +185,7 @@ def stay(
                             deployment, agents, on_loaded, on_log, on_begun
                         ) as cluster,
                     ):
-                        running = running_cluster(cluster, served, settings, name)
+                        running = running_cluster(name, cluster, served, settings)
                         if admission is not None:
                             running = replace(running, joins_through=admission.server.path)
                             admission.begin(cluster)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,11 +23,12 @@ from pipespec.controller.async_request_log import (
     TelemetryReader,
     block_ms,
 )
-from pipespec.controller.log_records import Event, Finished, entries_of, event_from
+from pipespec.controller.log_records import Accepted, Event, Finished, entries_of, event_from
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import Request, SamplingParams
 from pipespec.errors import ConfigError, ControllerError, RankFailed, UnknownRequest, Unreachable
+from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
 
 # How long all requests may be silent before the cluster is looked at, and if it is our own.
@@ -39,6 +40,8 @@ MOST_ENTRIES = 256
 # From so many events of one request that wait here for a slow reader on no more are read; the log
 # keeps them.
 MOST_EVENTS = 256
+# Requests whose first token's arrival is remembered until their reports are read.
+MOST_FIRST_TOKENS = 1 << 16
 
 
 @dataclass
@@ -168,7 +171,9 @@ class AsyncClient:
     data (`controller.data`) goes on with them; of one that is another they fail. Without it they
     fail at once. `own`: the cluster, if this process runs it.
 
-    `log` is the request log of all users, another once the name belongs to another
+    Times in its reports are those of this machine's `clock`: where the cluster's is another, they
+    are moved by the least delay with which a first token arrived here, so that they include the way
+    of that token. `log` is the request log of all users, another once the name belongs to another
     cluster; `away`: the cluster is known not to answer."""
 
     def __init__(
@@ -178,6 +183,7 @@ class AsyncClient:
         *,
         follows_restarts: bool = True,
         own: OwnCluster | None = None,
+        clock: Callable[[], int] = monotonic_ns,
     ):
         self.running = running
         self.patience = patience
@@ -185,11 +191,14 @@ class AsyncClient:
         self._broken: Exception | None = None  # why nothing is read any more
         self._follows_restarts = follows_restarts
         self._own = own
+        self._clock = clock
         self._followed: dict[int, Followed] = {}  # every request that has not finished
         self._listener = secrets.token_hex(8)  # the name of the stream that ends a read
         self._reading = False  # whether a read waits that nobody has ended
         self._connect()
         self._leaving: set[asyncio.Task[None]] = set()  # cancellations that are under way
+        self._first_seen: dict[int, int] = {}  # request: when its first token came here
+        self._offset_ns: int | None = None  # what moves the cluster's times to this clock
 
     @property
     def served(self) -> ModelInfo:
@@ -211,7 +220,13 @@ class AsyncClient:
         count, partial = await self._reporters()
         timeout = LOST_REPORTS_S if partial else REPORTS_TIMEOUT_S
         found = await self.log.reports(request, count, timeout, partial=partial)
-        return [found.get(rank) or empty_report(rank) for rank in range(count)]
+        head, *stages = (found.get(rank) or empty_report(rank) for rank in range(count))
+        seen = self._first_seen.pop(request, None)
+        if seen is not None and head["token_ns"]:
+            late = seen - head["token_ns"][0]
+            self._offset_ns = late if self._offset_ns is None else min(self._offset_ns, late)
+        offset = self._offset_ns or 0
+        return [{**head, "token_ns": [at + offset for at in head["token_ns"]]}, *stages]
 
     def watch(self, request: int | None) -> TelemetryReader:
         """The steps of the cluster as they come, with the tree of a request if one is named."""
@@ -230,6 +245,7 @@ class AsyncClient:
 
     def leave(self, request: int) -> None:
         self._followed.pop(request, None)
+        self._first_seen.pop(request, None)
         self.cancel(self.log, [request])
 
     def cancel(self, log: AsyncRequestLog, requests: list[int] | asyncio.Future[list[int]]) -> None:
@@ -290,7 +306,7 @@ class AsyncClient:
             except Unreachable as error:
                 problem = error
             if problem or (not any_read and time.monotonic() >= looked + heartbeat):
-                end = self._end()
+                end = await self._end()
             elif not any_read:  # woken
                 continue
             if problem is None and end is None:
@@ -348,17 +364,27 @@ class AsyncClient:
     def _hand(self, request: int, answer: AsyncAnswer, event: Event) -> None:
         if isinstance(event, Finished):
             del self._followed[request]
+        elif isinstance(event, Accepted) and not self.running.owner.here:
+            # It came from a machine with another clock.
+            self._first_seen.setdefault(request, self._clock())
+            if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
+                del self._first_seen[next(iter(self._first_seen))]
         answer.push(request, event)
 
-    def _end(self) -> RankFailed | None:
-        """Why no open request will finish, as far as is known."""
-        if self._own is None:
+    async def _end(self) -> RankFailed | None:
+        """Why no open request will finish, as far as can be known while Redis answers."""
+        if self._own is not None:
+            try:
+                self._own.check()
+            except RankFailed as error:
+                return error
+            return None
+        if self.running.owner.here:
             return self.ended() if self.running.owner.gone else None
         try:
-            self._own.check()
-        except RankFailed as error:
-            return error
-        return None
+            return self.ended() if await self.log.look() is None else None
+        except Unreachable:
+            return None  # the next read says so
 
     async def _reporters(self) -> tuple[int, bool]:
         if self._own is not None:

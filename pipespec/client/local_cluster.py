@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
@@ -15,16 +16,12 @@ from pipespec.cluster.session import ClusterSession
 
 
 def running_cluster(
-    cluster: ClusterSession,
-    served: ModelInfo,
-    settings: Sequence[str] = (),
-    name: str | None = None,
+    name: str, cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
 ) -> RunningCluster:
-    """The registry's entry of a cluster of this process, made by `settings`; without a `name` it is
-    called as its keys are."""
+    """The registry's entry of a cluster of this process, made by `settings`."""
     return RunningCluster(
-        name=name or cluster.namespace,
-        url=cluster.url,
+        name=name,
+        url=cluster.redis.worker_url,
         namespace=cluster.namespace,
         epoch=cluster.epoch,
         owner=Owner.this(),
@@ -37,6 +34,13 @@ def running_cluster(
     )
 
 
+def own_entry(
+    cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
+) -> RunningCluster:
+    namespace = cluster.deployment.config.controller.namespace
+    return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
+
+
 def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager[Client]:
     """A client of a cluster that runs."""
-    return attach(running_cluster(cluster, served), own=cluster)
+    return attach(own_entry(cluster, served), own=cluster)

@@ -4,7 +4,8 @@
 `<name>.lock`, which also says which process holds it; once the cluster is ready there is an entry
 beside it, `<name>.json`. What a killed process left behind counts for nothing, but for the requests
 in `<name>.data`, with which the next cluster of that name goes on. An entry holds the password of
-the cluster's Redis, so folder and files are for this user alone."""
+the cluster's Redis, so folder and files are for this user alone. Copied to the same folder on
+another host, it lets that host ask the cluster too."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Owner:
     """A process, identified by its id and start time. `created` is when it began, in seconds since
-    the start of the machine; `machine` identifies that start."""
+    the machine's start; `machine` is where its number means it."""
 
     pid: int
     created: float
@@ -54,14 +55,19 @@ class Owner:
         return cls(os.getpid(), own_start_time(), _machine())
 
     @property
+    def here(self) -> bool:
+        """Whether its number and its clock mean something on this machine."""
+        return self.machine == _machine()
+
+    @property
     def gone(self) -> bool:
-        """Whether it does not run on this machine, or not any more."""
-        return self.machine != _machine() or find_process(self.pid, self.created) is None
+        """Whether it is known to have ended; of a process elsewhere nothing is known."""
+        return self.here and find_process(self.pid, self.created) is None
 
     def end(self) -> None:
-        """Ask it to end, if it still runs. Raises ConfigError if it is another user's."""
-        process = None if self.gone else find_process(self.pid, self.created)
-        if process is None:
+        """Ask it to end, if it still runs here. Raises ConfigError if it is another user's."""
+        process = find_process(self.pid, self.created)
+        if process is None or not self.here:
             return
         try:
             if not is_ours(process):
@@ -155,35 +161,38 @@ def serving(name: str) -> Iterator[None]:
 
 
 def server_of(name: str) -> Owner | None:
-    """The process that serves a cluster and starts it again, if any. Raises ConfigError."""
+    """The process here that serves a cluster and starts it again, if any. Raises ConfigError."""
     owner = _read(folder() / (name + SERVER), Owner)
-    return owner if owner is not None and not owner.gone else None
+    return owner if owner is not None and owner.here and not owner.gone else None
 
 
 def left(name: str) -> bool:
-    """Whether a cluster that died left something under its name. Raises ConfigError."""
+    """Whether a cluster that died here left something under its name. Raises ConfigError."""
     check_name(name)
     if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
     return _free(name) and held(name) is None
 
 
-def is_up(name: str) -> bool:
-    """Whether a process holds a name, or will start its cluster again. Raises ConfigError."""
-    return held(name) is not None or server_of(name) is not None
+def up_here(name: str) -> bool:
+    """Whether a process here holds a name, or will start its cluster again. Raises ConfigError."""
+    found = held(name)
+    return (found is not None and found.owner.here) or server_of(name) is not None
 
 
 def asked_to_end(cluster: RunningCluster) -> bool:
-    """Whether a cluster has ended on request: unlike one that has died, it has left
+    """Whether a cluster that ran here has ended on request: unlike one that has died, it has left
     nothing and no process will start it again. Raises ConfigError."""
-    return cluster.owner.gone and not is_up(cluster.name) and not left(cluster.name)
+    return cluster.owner.gone and not up_here(cluster.name) and not left(cluster.name)
 
 
 def log_of(name: str) -> Path | None:
-    """The file with the messages of the cluster that runs under a name, or ran last; None: there
-    is none, such as where they go to a terminal. Raises ConfigError."""
+    """The file with the messages of the cluster that runs here under a name, or ran last; None:
+    there is none, such as where they go to a terminal. Raises ConfigError."""
     found, log = held(name), folder() / (name + LOG)
     if found is not None:
+        if not found.owner.here:
+            return None
         with suppress(OSError):  # it is just ending
             log = Path(f"/proc/{found.owner.pid}/fd/2").readlink()
     return log if log.is_file() else None
@@ -215,15 +224,21 @@ def held(name: str) -> Entry | None:
     """The holder of a name; None: there is none. Raises ConfigError if the entry cannot be read."""
     # The lock's holder is asked first: the other file may be a killed one's.
     owner = _read(folder() / (name + LOCK), Owner)
-    cluster = _read(folder() / (name + ENTRY), RunningCluster)
-    if owner is None or owner.gone:
+    # Once this machine was started anew, its own processes look as if they were another's.
+    if owner is not None and not owner.here and _free(name):
         return None
-    ready = cluster is not None and cluster.owner == owner
-    return Entry(name, owner, cluster if ready else None)
+    cluster = _read(folder() / (name + ENTRY), RunningCluster)
+    if owner is not None and not owner.gone:
+        ready = cluster is not None and cluster.owner == owner
+        return Entry(name, owner, cluster if ready else None)
+    if cluster is not None and not cluster.owner.here:
+        return Entry(name, cluster.owner, cluster)
+    return None
 
 
 def entries() -> list[Entry]:
-    """Every name that a process holds, in order. Raises ConfigError if an entry cannot be read."""
+    """Every name that is taken, in order: by a process that lives, or on another machine. Raises
+    ConfigError if an entry cannot be read."""
     names = {path.stem for path in folder().glob("*") if path.suffix in (ENTRY, LOCK)}
     found = map(held, sorted(filter(NAME.fullmatch, names)))
     return [entry for entry in found if entry is not None]

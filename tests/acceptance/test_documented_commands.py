@@ -73,19 +73,3 @@ def test_blocks_that_are_not_run_say_why() -> None:
             print(f"{block.place}: {block.not_run}")
             assert block.language in (*RUN, *PARSED), f"{block.place} is never run"
             assert len(block.not_run.split()) >= SHORTEST_REASON, block.place
-
-
-def test_command_that_fails_or_prints_something_else_fails_the_page(tmp_path: Path) -> None:
-    def console(text: str, **marks: str) -> Block:
-        return Block("page.md", 1, "console", text, marks)
-
-    with Sandbox(tmp_path) as sandbox:
-        page = Page(sandbox)
-        with pytest.raises(AssertionError, match=r"page\.md:1: false"):
-            page.run(console("$ false\n$ true\n"))
-        with pytest.raises(AssertionError, match="not b"):
-            page.run(console("$ echo a \\\n  c\nb\n"))
-        with pytest.raises(AssertionError, match="not last"):
-            page.run(console("$ echo first last\nlast ... first\n"))
-        page.run(console("$ echo it took .48 ms and more\ntook 12.5 ms ... more\n"))
-        page.run(console("$ true\n$ exit 3\n", exit="3"))

@@ -4,6 +4,7 @@ returns."""
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -122,6 +123,21 @@ async def test_request_submitted_during_a_read_is_followed_at_once(
                 received += await followed.next(LONG_S)
             assert received == [(request, Accepted(3, (20,))), (request, Finished("stop"))]
             assert time.monotonic() - began < LONG_S / 2
+
+
+@pytest.mark.usefixtures("head")
+async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(
+    server: EmbeddedRedis, running: RunningCluster
+) -> None:
+    far = replace(running, owner=replace(Owner.this(), machine="elsewhere"))
+    began = time.monotonic()
+    async with attach(far, LONG_S) as client, client.follow() as followed:
+        for _ in range(50):
+            await ask(followed)
+    with closing(RedisConnection(server.url)) as pipe:
+        ran = pipe.call("INFO", "commandstats").decode()
+    looks = re.search(r"cmdstat_exec:calls=(\d+)", ran)
+    assert int(looks[1] if looks else 0) <= (time.monotonic() - began) / async_client.HEARTBEAT_S
 
 
 async def test_leaving_cancels_only_requests_that_have_not_finished(
@@ -257,6 +273,24 @@ async def test_another_cluster_of_the_same_name_fails_the_requests(
                 end(new, request)
                 assert await followed.next(LONG_S) == [(request, Finished("stop"))]
     assert head.tokens(1) == ()
+
+
+async def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(
+    head: Controller, running: RunningCluster
+) -> None:
+    """So that they are those of this machine's clock, the way of the first token included."""
+    far = replace(running, owner=replace(Owner.this(), machine="elsewhere"), num_ranks=1)
+    now, moved = [0], []
+    async with attach(far, LONG_S, clock=lambda: now[0]) as client:
+        for now[0], there_ns in ((1000, 100), (2000, 1500), (9000, 2000)):
+            async with client.follow() as followed:
+                request = await ask(followed)
+                head.report(request, {"token_ns": [there_ns]})
+                end(head, request, 8)
+                await all_of(followed)
+            (report,) = await client.reports(request)
+            moved += report["token_ns"]
+    assert moved == [1000, 2000, 2500]
 
 
 async def test_reports_that_were_lost_are_blank(head: Controller, running: RunningCluster) -> None:

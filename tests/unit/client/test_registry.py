@@ -157,11 +157,17 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     assert "No cluster named 'lab' is up" in capsys.readouterr().err
 
 
-def test_data_alone_is_removed_too(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_alone_is_removed_too_and_a_copied_entry_is_not(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (state / "lab.data").mkdir(parents=True)
     assert main(["down", "lab", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "lab"}
     assert list(state.iterdir()) == []
+    copied = publish(running(owner=ELSEWHERE))
+    assert main(["down", "lab"]) == 2
+    assert "was started on alpha; run `pipespec down lab` there" in capsys.readouterr().err
+    assert copied.exists()
 
 
 def test_what_lives_is_not_cleared(state: Path) -> None:
@@ -199,13 +205,29 @@ def test_log_is_where_the_cluster_writes_it_and_is_followed_to_its_end(
     assert capsys.readouterr().out == "an earlier cluster\n" * 2
 
 
-def test_log_that_goes_to_a_pipe_is_refused_with_its_place(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("where", ["a pipe", "another host"])
+def test_log_that_is_not_here_is_refused_with_its_place(
+    where: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = held_elsewhere(subprocess.PIPE)
+    state.mkdir()
+    if where == "another host":
+        publish(running(owner=ELSEWHERE))
+        expected = "go to alpha; run `pipespec logs lab` there"
+    else:
+        cluster = held_elsewhere(subprocess.PIPE)
+        expected = f"that started it (process {cluster.pid})"
     assert main(["logs", "lab"]) == 2
-    assert f"that started it (process {cluster.pid})" in capsys.readouterr().err
-    cluster.communicate("")
+    assert expected in capsys.readouterr().err
+    if where == "a pipe":
+        cluster.communicate("")
+
+
+def test_an_entry_from_another_machine_is_taken_at_its_word(state: Path) -> None:
+    state.mkdir()
+    publish(running(owner=ELSEWHERE))
+    assert find("lab").host == "alpha"
+    assert not find("lab").owner.here
+    assert not find("lab").owner.gone
 
 
 def test_one_cluster_needs_no_name_and_of_several_one_must_be_named() -> None:
