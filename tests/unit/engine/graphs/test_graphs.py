@@ -64,7 +64,7 @@ def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
             given_ = ids, torch.from_numpy(plan.positions), plan
             expected = plain.forward(*given_)
             off = (recorded.forward(*given_) - expected).abs().max()
-            assert off <= 2e-6 * max(1, expected.abs().max())
+            assert off <= 5e-6 * max(1, expected.abs().max())
     finally:
         recording.run = whole
     assert len(replayed) == sum(len(plan.write) <= BUCKET for plan in these)
