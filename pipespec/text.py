@@ -17,8 +17,6 @@ WORD_BEGINS = "\N{LOWER ONE EIGHTH BLOCK}"
 CONTEXT_TOKENS = 8
 # At most so many tokens are looked at for them, as special ones do not count.
 MOST_CONTEXT = 64
-# By how much tokenizers shorten the UTF-8 of a text at most when they compose its characters.
-MOST_GROWTH = 4
 
 
 class Tokenizer(Protocol):
@@ -94,26 +92,6 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     if REPLACEMENT in text and name is not None and all(each in _BYTE_OF for each in name):
         return bytes(_BYTE_OF[each] for each in name)
     return text.encode()
-
-
-def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Where in a text each of its tokens begins, in characters. Tokens without text have an empty
-    range: a begin-of-sequence token, a space that the first word does not have, a character that
-    the tokenizer replaces by others."""
-    raw, at, missed, offsets = text.encode(), 0, 0, []
-    for token in tokens:
-        own = token_bytes(tokenizer, token)
-        # What was not found may have another form in the text, of another length.
-        ends = at + len(own) + MOST_GROWTH * missed
-        places = [
-            (place, part)
-            for part in dict.fromkeys((own, own.lstrip(b" ")))
-            if part and (place := raw.find(part, at, ends)) >= 0
-        ]
-        place, part = min(places, default=(at, b""))
-        offsets.append(len(raw[:place].decode(errors="ignore")))
-        at, missed = place + len(part), 0 if part else missed + len(own)
-    return offsets
 
 
 def _byte_of() -> dict[str, int]:

@@ -30,10 +30,7 @@ PYTHON = "python3"  # on a host
 BY_HAND = "none"
 # Before the name of the connection that a host has made which has joined a running cluster.
 JOINED = "joined:"
-# Of a hosts file: bytes, and values once its aliases are replaced by what they stand for. A host
-# takes some twenty.
-MOST_BYTES = 2**20
-MOST_VALUES = 100_000
+MOST_BYTES = 2**20  # of a hosts file
 
 
 @dataclass(frozen=True)
@@ -177,15 +174,12 @@ def load_hosts(path: str | Path) -> HostsFile:
 def _read(path: Path) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import SafeLoader, YAMLError, compose  # type: ignore[import-untyped]
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
         text = read_text(path, most=MOST_BYTES)
-        _refuse_too_many(compose(text, SafeLoader))
         # Refuses a key that occurs twice, which plain YAML readers let pass.
         return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
-    except Wrong:
-        raise
     except Unreadable as error:
         raise Wrong(f"it cannot be read: {error}.") from error
     except RecursionError as error:
@@ -200,25 +194,6 @@ def _read(path: Path) -> Any:
         raise Wrong(f"it cannot be read: {first}.") from error
     except (OSError, ValueError) as error:  # OmegaConf's of a text, and YAML's of numbers
         raise Wrong("it must be a list of settings.") from error
-
-
-def _refuse_too_many(root: Any) -> None:
-    """Raise Wrong if a tree of YAML nodes holds too many values once each alias is replaced by what
-    it stands for; a few lines of aliases of aliases can stand for billions."""
-    counts: dict[int, int] = {}
-
-    def count(node: Any) -> int:
-        if id(node) not in counts:
-            counts[id(node)] = MOST_VALUES  # should it hold itself
-            inner = node.value if isinstance(node.value, list) else []
-            pairs = [each if isinstance(each, tuple) else (each,) for each in inner]
-            counts[id(node)] = 1 + sum(count(part) for pair in pairs for part in pair)
-        return counts[id(node)]
-
-    if root is not None and count(root) > MOST_VALUES:
-        raise Wrong(
-            f"its aliases stand for more than {MOST_VALUES} values; write them out, or use fewer."
-        )
 
 
 HOST = entries.kinds(Host)

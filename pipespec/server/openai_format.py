@@ -18,7 +18,6 @@ from pipespec.text import (
     Tokenizer,
     TokenOffsets,
     token_bytes,
-    token_offsets,
     token_text,
 )
 
@@ -314,8 +313,8 @@ class CompletionFormat(OpenAIFormat):
         request = self.request
         ids, most = request.prompt_of(choice), request.sampling_params[choice].logprobs
         scored = [replace(each, top=each.top[:most]) for each in self._prompt_logprobs[choice]]
-        offsets = token_offsets(self.tokenizer, ids, self._echo(choice))
-        return offsets, [*zip(ids, (None, *scored), strict=True)]
+        offsets = TokenOffsets(self.tokenizer, [], 0)
+        return [*map(offsets.push, ids)], [*zip(ids, (None, *scored), strict=True)]
 
     def _report(self, offsets: list[int], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         names, values = [self._name(token) for token, _ in tokens], []

@@ -108,18 +108,6 @@ def test_prompt_file_far_beyond_the_context_is_refused_at_once(tmp_path):
     assert "tokens, but the context holds 2048 and needs room for an answer" in found
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor"])
-def test_hosts_file_whose_aliases_explode_is_refused(command, tmp_path):
-    file = tmp_path / "hosts.yaml"
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    file.write_text("\n".join(lines))
-    chosen = [str(file)] if command == "doctor" else ["--prompt", "Once", f"cluster={file}"]
-    assert said(command, *chosen) == (
-        f"{file}: its aliases stand for more than 100000 values; write them out, or use fewer.\n"
-    )
-
-
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 def test_attention_for_gpus_is_refused_on_a_cpu(backend):
     settings = ["cluster.devices=[cpu]", f"model.attention={backend}"]

@@ -21,7 +21,6 @@ from pipespec.text import (
     decode,
     special_markers,
     token_bytes,
-    token_offsets,
     token_text,
 )
 
@@ -296,25 +295,6 @@ def test_special_markers_are_those_that_decoding_leaves_out() -> None:
     }
 
 
-def test_tokens_are_found_in_their_text() -> None:
-    tokenizer = byte_level()
-    text = "the é😀 cat"
-    ids = tokenizer.encode(text)
-    offsets = token_offsets(tokenizer, ids, text)
-    for at, token in zip(offsets, ids, strict=True):
-        shown = token_text(tokenizer, token).strip(REPLACEMENT)
-        assert text[at:].startswith(shown)
-    assert offsets == sorted(offsets)
-    assert offsets[-1] + len(token_text(tokenizer, ids[-1])) == len(text)
-    # What the tokenizer composes is skipped, and what follows it found.
-    composed = tokenizer.encode("caf\u00e9 cat cat")
-    at = token_offsets(tokenizer, composed, "cafe\u0301 cat cat")
-    assert at[-1] + len(token_text(tokenizer, composed[-1])) == len("cafe\u0301 cat cat")
-    # What does not show takes no place.
-    (marker,) = tokenizer.encode(EOS)
-    assert token_offsets(tokenizer, [marker, *ids], text) == [0, *offsets]
-
-
 def test_a_token_alone_has_a_text_and_bytes() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the é😀")
@@ -332,7 +312,7 @@ def test_long_stop_strings_cost_no_more_for_a_token_than_short_ones():
 
 
 @TOKENIZERS
-def test_offsets_in_an_answer_are_those_in_the_same_prompt(make) -> None:
+def test_a_token_begins_where_its_character_does(make) -> None:
     """Special tokens, which do not show, take no place."""
     tokenizer, text = make(), "a😀b ö c"
     ids_of = fallback_ids if make is byte_fallback else letter_ids
@@ -343,7 +323,6 @@ def test_offsets_in_an_answer_are_those_in_the_same_prompt(make) -> None:
     places = [at for at, token in zip(found, ids, strict=True) if token in shown]
     expected = [3 + at for at, part in enumerate(text) for _ in part.encode()]
     assert places == expected
-    assert [3 + at for at in token_offsets(tokenizer, shown, text)] == expected
 
 
 def test_offsets_after_broken_characters() -> None:
