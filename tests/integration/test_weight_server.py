@@ -45,7 +45,7 @@ def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
 def source(server: WeightServer, certificate: Certificate, name: str = NAME) -> RangeSource:
     url = url_of(server.url, name)
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-    found = RangeSource("beta", {NAME: (url, {})}, context)
+    found = RangeSource("beta", {NAME: url}, context)
     found.wait = lambda _: None
     return found
 
@@ -132,7 +132,7 @@ def test_it_listens_at_one_address(server: WeightServer, certificate: Certificat
 
 def test_a_host_that_cannot_be_reached_is_a_clause(certificate: Certificate) -> None:
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-    beta = RangeSource("beta", {NAME: (f"https://{ADDRESS}:9", {})}, context)
+    beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context)
     with pytest.raises(Unavailable) as failed:
         read(beta)
     assert "Connection refused" in str(failed.value.__cause__)
