@@ -13,7 +13,6 @@ from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
-from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.placement.host_figures import DeviceFigures, Figures, ModelSizes, Number
 from pipespec.placement.slices import GIB
@@ -44,38 +43,12 @@ def _stage_devices(hosts_file: HostsFile) -> list[str]:
 
 
 def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
-    """What the planner is to lay out. Raises ConfigError if the figures are of something else."""
-    if figures.rows != config.policy.max_rows:
-        raise ConfigError(
-            f"The figures are of {figures.rows} rows a batch, but {config.policy.max_rows} are to "
-            "be fed; measure again, or set policy.width as it was."
-        )
-    if config.proposer.needs_draft and figures.draft is None:
-        raise ConfigError(
-            "The figures were measured without a draft model, which the proposer needs; measure "
-            "again, or set proposer as it was."
-        )
-    model = config.model
-    for name, found, wanted in (
-        ("dtype", figures.dtype, choose_dtype(hosts_file, config)),
-        ("quantization", figures.quantization[0], model.quantization),
-        ("draft_quantization", figures.quantization[1], model.draft_quantization),
-        ("keep_quantized", figures.keep_quantized, model.keep_quantized),
-        ("kv_dtype", figures.kv_dtype, model.kv_dtype),
-    ):
-        if found != wanted:
-            raise ConfigError(
-                f"The figures were measured with model.{name}={found or 'null'}, not "
-                f"{wanted or 'null'}; measure again, or set it as it was."
-            )
+    """What the planner is to lay out. Raises ModelError: the mid-size model cannot be used."""
     others = []
     if config.proposer.needs_mid:
-        assert model.mid is not None  # as Config checks
-        others.append((inspect(model.mid), model.mid_quantization))
-    try:
-        return _Measured(hosts_file, figures, config, others).problem()
-    except KeyError as error:
-        raise _incomplete(str(error)) from error
+        assert config.model.mid is not None  # as Config checks
+        others.append((inspect(config.model.mid), config.model.mid_quantization))
+    return _Measured(hosts_file, figures, config, others).problem()
 
 
 def unmeasured(
@@ -106,9 +79,7 @@ def unmeasured(
     }
     figures = Figures(
         rows=config.policy.max_rows,
-        length=0,
         dtype=dtype,
-        quantization=(model.quantization, model.draft_quantization),
         target=model_sizes(target, dtype, held),
         draft=None,
         members={worker: device for host in hosts_file.hosts for worker in host.workers},
@@ -148,11 +119,6 @@ class _Measured:
         found = figures.members[name]
         members = hosts_file.members_of(name)
         of_members = [figures.members[each] for each in members]
-        if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
-            raise _incomplete(f"{name} may be a stage, but has no times of a layer")
-        can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
-        if figures.draft and can_draft and any("draft" not in each for each in of_members):
-            raise _incomplete(f"{name} may be the head, but has no time of a draft round")
         size = len(members)
 
         def together(times: Iterable[Number], layers: int = 1) -> Number:
@@ -249,12 +215,6 @@ def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tup
     return tuple(
         int(slots * slot_bytes * kv + STATES * state + (slots - context) * node)
         for kv, state, node in of_layers
-    )
-
-
-def _incomplete(lacking: str) -> ConfigError:
-    return ConfigError(
-        f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
     )
 
 

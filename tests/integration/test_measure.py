@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from pipespec.cli.main import main
+from pipespec.cluster.diagnostics import measure_hosts as measure_hosts_module
 from pipespec.cluster.diagnostics.examine_hosts import Examination
 from pipespec.cluster.diagnostics.measure_devices import measure
 from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest, measure_hosts
@@ -162,58 +163,32 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     assert needs.layer_bytes == tuple(2 * size for size in stored.layers)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("settings", "changes", "said"),
-    [
-        (
-            ["model.quantization=int8", *SETTINGS],
-            {},
-            r"model\.quantization=null, not int8; measure",
-        ),
-        (SETTINGS, {"draft": None}, "measured without a draft model"),
-        ([], {}, "figures are of 8 rows a batch, but 64"),
-    ],
-)
-def test_figures_of_something_else_are_refused(figures, hosts_file, settings, changes, said):
-    config = compose(["cluster.stages=3", *settings])
-    with pytest.raises(ConfigError, match=said):
-        problem(load_hosts(hosts_file), replace(figures, **changes), config)
-
-
 # --- the command ------------------------------------------------------------------------------
 
 
-def stored(figures, folder):
-    file = folder / "figures.json"
-    file.write_text(json.dumps({"figures": asdict(figures)}))
-    return str(file)
+@pytest.fixture
+def measured(figures, monkeypatch):
+    """The command finds these figures."""
+    monkeypatch.setattr(measure_hosts_module, "measure_hosts", lambda *_, **__: figures)
 
 
 @pytest.mark.long
-def test_the_command_plans_from_stored_figures(figures, hosts_file, tmp_path, capsys):
-    arguments = ["--profile", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
-    assert main(["plan", *arguments]) == 0
+@pytest.mark.usefixtures("measured")
+def test_printed_settings_make_the_same_placement(hosts_file, tmp_path, capsys):
+    spare = tmp_path / "spare.yaml"
+    spare.write_text(f"{hosts_file.read_text()}spares: 1\n")
+    assert main(["plan", str(spare), *SETTINGS]) == 0
     printed = capsys.readouterr().out
     for word in ("alpha/0", "beta/1", "sets the pace", "draft: ", "order: [", "split: ["):
         assert word in printed
-    assert main(["plan", "--json", *arguments]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["step_ms"] == max(row["compute_ms"] + row["link_ms"] for row in answer["ranks"])
-    assert sum(answer["hosts"]["split"]) == NUM_LAYERS
-
-
-@pytest.mark.long
-def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path, capsys):
-    source = stored(figures, tmp_path)
-    spare = tmp_path / "spare.yaml"
-    spare.write_text(f"{hosts_file.read_text()}spares: 1\n")
-    main(["plan", "--json", "--profile", source, str(spare), *SETTINGS])
+    main(["plan", "--json", str(spare), *SETTINGS])
     first = json.loads(capsys.readouterr().out)
+    assert first["step_ms"] == max(row["compute_ms"] + row["link_ms"] for row in first["ranks"])
+    assert sum(first["hosts"]["split"]) == NUM_LAYERS
     lines = "".join(f"{name}: {json.dumps(value)}\n" for name, value in first["hosts"].items())
     fixed = tmp_path / "fixed.yaml"
     fixed.write_text(spare.read_text() + lines)
-    main(["plan", "--json", "--profile", source, str(fixed), *SETTINGS])
+    main(["plan", "--json", str(fixed), *SETTINGS])
     again = json.loads(capsys.readouterr().out)
     assert [row["member"] for row in again["ranks"]] == [row["member"] for row in first["ranks"]]
     assert again["spares"] == first["spares"]

@@ -26,7 +26,6 @@ hosts:
   - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu]}
 """
-NUM_LAYERS = 16
 TIMES = ("emulate=fixed", "emulate.stage_ms=40", "emulate.draft_ms=4")
 
 
@@ -62,7 +61,7 @@ def test_profile_predicts_what_the_bench_then_measures(
 
 
 @pytest.mark.long
-def test_profile_of_hosts_holds_what_partition_reads(
+def test_profile_of_hosts_holds_what_was_measured_of_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -74,8 +73,6 @@ def test_profile_of_hosts_holds_what_partition_reads(
     assert main([*profiled, f"cluster={hosts}", *settings]) == 0
     found = json.loads(capfd.readouterr().out)
     assert set(found["figures"]["members"]) == {"alpha/0", "alpha/1", "beta/0"}
-    assert main(["plan", "--json", "--profile", str(file), str(hosts), settings[0]]) == 0
-    assert sum(json.loads(capfd.readouterr().out)["hosts"]["split"]) == NUM_LAYERS
 
 
 @pytest.mark.parametrize("length", [5, CHUNK + 3])

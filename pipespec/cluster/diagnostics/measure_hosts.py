@@ -108,8 +108,7 @@ def measure_hosts(
     if names := hosts_file.by_hand:
         raise ConfigError(
             f"{', '.join(names)} cannot be measured, as `ssh: none` means that you start it by "
-            "hand; plan from figures of like devices with `pipespec plan --profile FILE`, or "
-            "measure a hosts file without it."
+            "hand; divide the layers with `split`, or measure a hosts file without it."
         )
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
@@ -139,11 +138,7 @@ def measure_hosts(
     first = answers[hosts_file.hosts[0].name]
     return Figures(
         rows=rows,
-        length=LENGTH,
         dtype=dtype,
-        quantization=(config.model.quantization, config.model.draft_quantization),
-        keep_quantized=config.model.keep_quantized,
-        kv_dtype=config.model.kv_dtype,
         target=first["target"],
         draft=first["draft"],
         members={

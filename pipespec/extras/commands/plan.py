@@ -91,8 +91,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--profile",
         metavar="FILE",
-        help="times and texts, as `pipespec bench --profile` writes them; with a hosts file, the "
-        "figures of hosts in it, or those that an earlier --json printed: nothing is measured",
+        help="times and texts, as `pipespec bench --profile` writes them",
     )
     command.add_argument(
         "--groups",
@@ -125,7 +124,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
-        for option in ("gpus", "models", *OF_GPUS, "context"):
+        for option in ("gpus", "models", *OF_GPUS, "context", "profile"):
             if getattr(arguments, option.replace("-", "_")):
                 raise ConfigError(f"--{option} is of no plan with a hosts file; leave one out.")
         return plan_hosts.run(arguments, settings)

@@ -34,7 +34,6 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
-    from pipespec.placement.host_figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
 
@@ -43,11 +42,8 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     hosts_file = load_hosts(config.cluster.hosts)
     if arguments.groups:
         require_one_host(hosts_file)
-    if arguments.profile is not None:
-        figures = Figures.read(arguments.profile)
-    else:
-        with progress("measuring") as (on_host,):
-            figures = measure_hosts(hosts_file, config, on_host, sums=arguments.groups)
+    with progress("measuring") as (on_host,):
+        figures = measure_hosts(hosts_file, config, on_host, sums=arguments.groups)
     if arguments.groups:
         answer, said = _divided(arguments, hosts_file, figures, config)
     else:
@@ -155,12 +151,6 @@ def _divided(
     from pipespec.head.policies.policy import AUTO
 
     (host,) = hosts_file.hosts
-    measured = figures.members.get(host.workers[0])
-    if len(host.devices) > 2 and measured is not None and "sum_ms" not in measured:
-        raise ConfigError(
-            "The figures were measured without --groups, so they lack the time in which devices "
-            "of a group add up; measure again with `pipespec plan --groups --json`."
-        )
     found = {}
     for division in divisions(len(host.devices)):
         groups = ((division.members, figures.target), (division.draft, figures.draft))
@@ -228,8 +218,7 @@ def _divisible(model: ModelSizes | None) -> bool:
 def _machine(
     hosts_file: HostsFile, figures: Figures, config: Config, division: Division
 ) -> Machine | None:
-    """The times of a division, of the layout that would be chosen; None: it does not fit. Raises
-    ConfigError if the figures are of something else."""
+    """The times of a division, of the layout that would be chosen; None: it does not fit."""
     from pipespec.extras.emulation.machine import TimeCurve
     from pipespec.extras.plan.pipeline_times import Machine
     from pipespec.placement.measurements import problem

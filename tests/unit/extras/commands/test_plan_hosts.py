@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pipespec.cli.main import main
+from pipespec.cluster.diagnostics import measure_hosts
+from pipespec.placement.host_figures import Figures
 
 SIZES = {
     "dtype": "float32",
@@ -33,7 +35,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 @pytest.fixture
-def partition(tmp_path: Path) -> Any:
+def partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command on a host `a` with these devices, of which this was measured."""
 
     def run(
@@ -43,27 +45,15 @@ def partition(tmp_path: Path) -> Any:
         more: str = "",
         target: Mapping[str, Any] = NOTHING,
         draft: Mapping[str, Any] = NOTHING,
-        changed: Mapping[str, Any] = NOTHING,
     ) -> int:
         host = f"{{name: a, address: 127.0.0.1, ssh: local, devices: {devices}}}"
         (tmp_path / "hosts.yaml").write_text(f"hosts: [{host}]\n{more}")
         device = {"model": "x", "memory_bytes": 2**40, "sum_ms": 0.5}
-        figures = {
-            "rows": 8,
-            "length": 8,
-            "dtype": "float32",
-            "quantization": [None, None],
-            "target": {**SIZES, **target},
-            "draft": {**SIZES, **draft},
-            "links": [],
-            "members": {f"a/{i}": device | each for i, each in enumerate(of_devices)},
-        }
-        for member in figures["members"].values():
-            if member["sum_ms"] is None:
-                del member["sum_ms"]
-        (tmp_path / "figures.json").write_text(json.dumps({"figures": {**figures, **changed}}))
-        files = [str(tmp_path / "hosts.yaml"), "--profile", str(tmp_path / "figures.json")]
-        return main(["plan", *files, "policy.width=8", *arguments])
+        members = {f"a/{i}": device | each for i, each in enumerate(of_devices)}
+        of_models: list[Any] = [{**SIZES, **target}, {**SIZES, **draft}]
+        figures = Figures(8, "float32", *of_models, cast(Any, members), [])
+        monkeypatch.setattr(measure_hosts, "measure_hosts", lambda *_, **__: figures)
+        return main(["plan", str(tmp_path / "hosts.yaml"), "policy.width=8", *arguments])
 
     return run
 
@@ -73,29 +63,8 @@ def divisions(text: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("of_devices", "more", "part"),
-    [
-        ([{"draft": DRAFT}, *[{"stage": STAGE}] * 2], "", "a/0 may be a stage"),
-        ([{"draft": DRAFT}, *[{"stage": STAGE}] * 2], "draft: a/1", "a/0 may be a stage"),
-        ([BOTH, {"stage": STAGE}, BOTH], "", "a/1 may be the head"),
-        ([BOTH, {"stage": STAGE}, BOTH], "draft: a/1", "a/1 may be the head"),
-    ],
-)
-def test_figures_that_lack_what_a_worker_may_become_are_refused(
-    of_devices: list[dict[str, Any]],
-    more: str,
-    part: str,
-    partition: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert partition(devices="[cpu, cpu, cpu]", of_devices=of_devices, more=more) == 2
-    said = capsys.readouterr().err
-    assert f"figures are not complete ({part}" in said and said.count("\n") == 1
-
-
 @pytest.mark.parametrize("more", ["draft: a/0", "spares: 1"])
-def test_figures_of_what_each_worker_may_become_are_enough(more: str, partition: Any) -> None:
+def test_a_worker_needs_figures_of_what_it_may_become_alone(more: str, partition: Any) -> None:
     first = {"draft: a/0": {"draft": DRAFT}, "spares: 1": BOTH}[more]
     of_devices = [first, BOTH, {"stage": STAGE}]
     assert partition(devices="[cpu, cpu, cpu]", of_devices=of_devices, more=more) == 0
@@ -139,50 +108,9 @@ def test_models_that_cannot_be_divided_get_no_group(
     assert ("the draft together" in said) == bool(draft)
 
 
-@pytest.mark.parametrize(
-    ("of_devices", "more", "settings", "said"),
-    [
-        ([BOTH] * 2, "draft: a/1", [], "says already (draft)"),
-        ([BOTH] * 3, "", ["policy.width=9"], "rows a batch, but 9"),
-        ([BOTH | {"sum_ms": None}] * 3, "", [], "measured without --groups"),
-    ],
-)
-def test_divisions_that_cannot_be_planned_are_refused(
-    of_devices: list[dict[str, Any]],
-    more: str,
-    settings: list[str],
-    said: str,
-    partition: Any,
-    capsys: pytest.CaptureFixture[str],
+def test_what_the_hosts_file_says_is_not_divided_anew(
+    partition: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"devices": f"[{', '.join(['cpu'] * len(of_devices))}]", "of_devices": of_devices}
-    assert partition("--groups", "--tokens", "20", *settings, **asked, more=more) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"rows": "8"},
-        {"rows": 10**30},
-        {"quantization": [None]},
-        {"members": {"a/0": {"model": "x"}}},
-        {"members": {"a/0": {"model": "x", "memory_bytes": -1}}},
-        {"members": {"a/0": {"model": "x", "memory_bytes": float("inf")}}},
-        {"links": [{"source": "a", "to": "b", "rtt_ms": 1, "gbit_s": 0}]},
-        {"target": {}},
-        {"target": 10**30},
-        {"target": SIZES | {"kinds": [0, 3, 0, 0]}},
-        {"target": SIZES | {"kinds": [0]}},
-    ],
-)
-def test_figures_of_wrong_types_are_refused(
-    changed: dict[str, Any], partition: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    of_each = BOTH | {"stage": STAGE | {"kind_ms": [1, 2]}}
-    asked = {"devices": "[cpu, cpu]", "of_devices": [of_each] * 2, "target": {"kinds": [1, 0] * 2}}
-    assert partition(**asked) == 0
-    capsys.readouterr()
-    assert partition(**asked, changed=changed) == 2
-    said = capsys.readouterr().err
-    assert "measure again" in said and said.count("\n") == 1
+    asked = {"devices": "[cpu, cpu]", "of_devices": [BOTH] * 2, "more": "draft: a/1"}
+    assert partition("--groups", "--tokens", "20", **asked) == 2
+    assert "says already (draft)" in capsys.readouterr().err
