@@ -28,8 +28,6 @@ import sys
 
 def print_error(line: str) -> None:
     """Print a line to standard error; if that cannot be written, do nothing."""
-    if sys.stderr is None:
-        return
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

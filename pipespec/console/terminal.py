@@ -36,8 +36,6 @@ def show(*parts: str | Table, stderr: bool = False) -> None:
 
 def standard_input() -> str:
     """All that comes through standard input. Raises Unreadable."""
-    if sys.stdin is None:
-        raise Unreadable("it is closed")
     try:
         data = sys.stdin.buffer.read(MOST_BYTES + 1)
     except OSError as error:

@@ -18,7 +18,7 @@ from pipespec.system.folders import state_folder
 from pipespec.system.result_cache import cache_compiled_code
 
 LONGEST_LINE, LONGEST_MESSAGE = 200, 2000
-STDERR = 2
+STDERR = 2  # the file descriptor
 # What a shell reports for a program that a signal ended.
 SIGNALLED = 128
 
@@ -29,12 +29,9 @@ class OutputClosedError(Exception):
 
 def exit_code_of(command: Callable[..., int], *args: object) -> int:
     """Run `command(*args)`. Returns its exit code, or that of its error, which is printed."""
-    open_closed_streams()
     cache_compiled_code()
     hook, threading.excepthook = threading.excepthook, _report_thread_bug
     try:
-        if sys.stdout is None:
-            raise PipespecError("Standard output is closed; open it, or send it to /dev/null.")
         return command(*args)
     except Exception as error:  # noqa: BLE001 - any error ends here
         if (interrupt := interrupt_cause(error)) is not None:
@@ -62,14 +59,6 @@ def one_line(message: str) -> str:
     if len(text) <= LONGEST_MESSAGE:
         return text
     return f"{text[: LONGEST_MESSAGE // 2]}…{text[-LONGEST_MESSAGE // 2 :]}"
-
-
-def open_closed_streams() -> None:
-    """Open /dev/null in place of closed standard streams. Otherwise the next pipe, file or socket
-    would get that descriptor, and receive what is printed."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(number, True)
-    os.close(number)
 
 
 def report_bug(error: BaseException) -> None:

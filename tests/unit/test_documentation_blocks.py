@@ -9,10 +9,8 @@ import pytest
 
 from tests.helpers.documentation import (
     Block,
-    Command,
     Page,
     blocks,
-    commands,
 )
 from tests.helpers.sandbox import Sandbox
 
@@ -60,16 +58,6 @@ def test_blocks_have_language_text_and_marks(tmp_path: Path) -> None:
     assert first.marks["exit"] == "2"
     assert (second.language, second.text, second.marks) == ("text", "a\n", {})
     assert third.not_run == "needs two hosts"
-
-
-def test_commands_go_on_over_lines() -> None:
-    text = "$ a \\\n    b\nprinted\n$ cat <<'EOF'\nc\nEOF\n$ curl -d '{\n  d}'\n$ e\n"
-    assert commands(text) == [
-        Command("a \\\n    b", "printed"),
-        Command("cat <<'EOF'\nc\nEOF", ""),
-        Command("curl -d '{\n  d}'", ""),
-        Command("e", ""),
-    ]
 
 
 def test_command_that_fails_or_prints_something_else_fails_the_page(page: Page) -> None:
