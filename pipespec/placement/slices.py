@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from pipespec.errors import ConfigError
-from pipespec.placement.costs import Problem, Worker, compute_ms, layers_ms
+from pipespec.placement.costs import Problem, Worker, compute_ms
 from pipespec.placement.ordering import Search, StageOrder
 
 GIB = 2**30
@@ -156,34 +156,15 @@ def _placement(
 
 def reason(placement: Placement, rank: int) -> str:
     """Why a rank holds what it holds, in a few words."""
-    problem, step = placement.problem, placement.step_ms
-    worker = problem.worker(placement.workers_by_rank[rank])
-    if placement.rank_ms[rank] >= step:
+    problem, share = placement.problem, placement.rank_ms[rank] / placement.step_ms
+    if share >= 1:
         return "sets the pace"
-    if rank == 0:
-        return "the user's choice" if problem.draft else f"{_percent(placement, rank)} of a step"
-    if problem.split is not None:
-        return "as split says"
-    piece = placement.layers[rank - 1]
-    grown = (
-        max(after - before for before, after in pairwise(problem.needs.before))
-        + placement.bytes_by_rank[rank]
-    )
-    if grown > worker.memory_bytes:
-        lacking = _gib(grown - worker.memory_bytes)
-        return f"another layer needs {lacking} GiB more"
-    beside = [range(piece.start - 1, piece.start)] if piece.start else []
-    if piece.stop < problem.needs.num_layers:
-        beside.append(range(piece.stop, piece.stop + 1))
-    one_more = min((layers_ms(worker, problem.needs, layer) for layer in beside), default=0.0)
-    longer = placement.rank_ms[rank] + one_more
-    if longer > step:
-        return f"{len(piece) + 1} layers would take {longer:.2f} ms"
-    return f"{_percent(placement, rank)} of a step"
-
-
-def _percent(placement: Placement, rank: int) -> str:
-    return f"{placement.rank_ms[rank] / placement.step_ms:.0%}"
+    if rank and problem.split is None:
+        largest = max(after - before for before, after in pairwise(problem.needs.before))
+        worker = problem.worker(placement.workers_by_rank[rank])
+        if placement.bytes_by_rank[rank] + largest > worker.memory_bytes:
+            return "no room for another layer"
+    return f"{share:.0%} of a step"
 
 
 # --- what cannot be ---------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_slices_are_as_long_as_their_kinds_of_layers_take():
     found = plan_slices(Problem(workers, needs, draft="host/0"))
     assert [len(piece) for piece in found.layers] == [6, 2]
     assert found.compute_ms[1:] == (6.0, 10.0)
-    assert reason(found, 1) == "7 layers would take 11.00 ms"
+    assert [reason(found, rank) for rank in (1, 2)] == ["60% of a step", "sets the pace"]
 
 
 @given(st.integers(1, 6), st.integers(0, 20))
