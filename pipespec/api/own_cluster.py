@@ -15,7 +15,6 @@ from pipespec.cluster import session
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
 from pipespec.errors import ConfigError, PipespecError, RankFailed
-from pipespec.system.resource_limits import require_resources
 
 Path = str | os.PathLike[str]
 # How often the ranks, and whether the cluster is wanted, are looked at.
@@ -145,7 +144,6 @@ class ClusterThread:
             self.ended.set_result(None)
 
     def _run(self, deployment: Deployment, settings: Sequence[str]) -> None:
-        require_resources()
         with session.start_agents(deployment) as agents:
             served = ModelInfo.of(deployment)
             with session.start_cluster(

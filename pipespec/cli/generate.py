@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
         "--stats", action="store_true", help="print all statistics (docs/statistics.md)"
     )
     add_on(command)
-    finish(command, run, starts=True)
+    finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

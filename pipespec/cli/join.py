@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--address", help="where the other hosts reach this one (as this one reaches the cluster)"
     )
-    finish(command, run, starts=True)
+    finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

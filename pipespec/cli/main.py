@@ -18,7 +18,6 @@ from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, is_of_extras
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
-from pipespec.system.resource_limits import require_resources
 
 
 def _commands() -> tuple[ModuleType, ...]:
@@ -54,8 +53,6 @@ def _run(argv: list[str]) -> int:
     run_command: Callable[[argparse.Namespace, list[str]], int] | None = arguments.command
     if run_command is None:
         raise ConfigError("No command was given; see pipespec --help.")
-    if arguments.starts and getattr(arguments, "on", None) is None:
-        require_resources()  # before anything is imported that needs it
     try:
         return run_command(arguments, rest)
     except ModuleNotFoundError as error:

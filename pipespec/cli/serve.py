@@ -94,7 +94,7 @@ def add(commands: Commands) -> None:
         "may be given several times (without an API key: localhost, --host and addresses; with "
         "one: any)",
     )
-    finish(command, run, starts=True)
+    finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

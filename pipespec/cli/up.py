@@ -77,7 +77,7 @@ def add(commands: Commands) -> None:
         help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
     )
     add_join_options(command)
-    finish(command, run, starts=True)
+    finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

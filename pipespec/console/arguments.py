@@ -43,16 +43,13 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([text, models, "", "settings and their defaults:", *lines, ""])
 
 
-def finish(
-    command: Parser, run: Callable[[argparse.Namespace, list[str]], int], *, starts: bool = False
-) -> None:
-    """Add what every command has: `--json`, what runs it, and which options it knows. `starts`: it
-    starts ranks on this machine, unless `--on` is given."""
+def finish(command: Parser, run: Callable[[argparse.Namespace, list[str]], int]) -> None:
+    """Add what every command has: `--json`, what runs it, and which options it knows."""
     command.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     known = [name for action in command._actions for name in action.option_strings]
-    command.set_defaults(command=run, command_name=command.prog, known_options=known, starts=starts)
+    command.set_defaults(command=run, command_name=command.prog, known_options=known)
 
 
 def add_on(command: Parser) -> None:

@@ -38,7 +38,6 @@ from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
 from pipespec.system.files import PREFIX
 from pipespec.system.network_interfaces import interface_with, interfaces, resolve
-from pipespec.system.resource_limits import require_resources
 from pipespec.system.versions import has_own_protocol, own_version
 
 # Seconds without a message from the launcher after which a host behind SSH ends.
@@ -89,7 +88,6 @@ def _main(stdin: BinaryIO) -> int:
     launcher = stdin.readline().decode(errors="replace").strip()
     if not has_own_protocol(launcher):  # nothing else that it sends need mean the same here
         check_version(launcher)
-    require_resources()
     setup: AgentSetup = pickle.load(stdin)
     if not setup.restarted:
         check_version(launcher)

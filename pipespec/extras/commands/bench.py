@@ -94,7 +94,7 @@ def add(commands: Commands) -> None:
         "--output", metavar="FILE", help="write the figures and every request to a JSON file"
     )
     add_on(command)
-    finish(command, run, starts=True)
+    finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
