@@ -44,7 +44,6 @@ from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
-MOST_FILE_BYTES = 64 * 2**20  # of one of them, such as a tokenizer
 
 
 # --- what is here -----------------------------------------------------------------------------
@@ -183,11 +182,6 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
             os.utime(folder / REPOSITORY)  # it was used last
         return here
     small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
-    if large := [name for name in small if found.files[name].size > MOST_FILE_BYTES]:
-        raise ModelError(
-            f"{large[0]} of {found.repo} has {found.files[large[0]].size} bytes, where at most "
-            f"{MOST_FILE_BYTES} are expected; take another checkpoint"
-        )
     with sole_fetcher(folder):
         files = make_files(found, small).values()
         fetch_all(source, {each: each.absent() for each in files})
