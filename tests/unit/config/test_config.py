@@ -226,20 +226,13 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
-        ("decode.priority=-1000001", ["decode.priority is -1000001", "from -1000000 to 1000000"]),
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
         ("decode.stop=['']", ["empty string"]),
         ("sampling.temperature=nan", ["sampling.temperature is nan", "a finite number"]),
-        (["sampling.temperature=1", "sampling.top_p=0"], ["sampling.top_p is 0.0", "at most 1"]),
         (
             ["sampling.temperature=1", f"sampling.seed={2**63}"],
             [f"sampling.seed is {2**63}", "from -922"],
         ),
-        (
-            ["sampling.temperature=1", "sampling.seed=0.5"],
-            ["sampling.seed is 0.5", "a whole number or null"],
-        ),
-        ("sampling.logprobs=21", ["sampling.logprobs is 21", "from 0 to 20"]),
         ("sampling.logit_bias=['12']", ["sampling.logit_bias holds '12'"]),
         ("proposer=synthetic", ["proposer.truth has no value"]),
         (
@@ -278,11 +271,6 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         (
             ["policy=static_tree", f"policy.shape={[99999999999] * 9}".replace(" ", "")],
             ["policy.shape"],
-        ),
-        (["emulate_link=10gbe", "emulate_link.row_bytes=0"], ["emulate_link.row_bytes is 0"]),
-        (
-            ["emulate_link=10gbe", "emulate_link.gbit_per_s=0.000001"],
-            ["emulate_link.gbit_per_s is 1e-06"],
         ),
         ("trace=", ["must name a file"]),
         ("trace=/no/such/folder/t.json", ["/no/such/folder/t.json", "folder"]),
