@@ -23,7 +23,7 @@ from pipespec.config.entries import Wrong, entry
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_STAGES, suggest
 from pipespec.system.network_interfaces import LOOPBACK
-from pipespec.system.validation import Unreadable, read_text, shown
+from pipespec.system.validation import Unreadable, read_text, reason, shown
 
 LOCAL = "local"
 PYTHON = "python3"  # on a host
@@ -177,21 +177,11 @@ def _read(path: Path) -> Any:
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        text = read_text(path, most=MOST_BYTES)
         # Refuses a key that occurs twice, which plain YAML readers let pass.
-        return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
-    except Unreadable as error:
-        raise Wrong(f"it cannot be read: {error}.") from error
-    except RecursionError as error:
-        raise Wrong("it is nested too deeply.") from error
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be read"
-        raise Wrong(f"it is not YAML{where}: {' '.join(problem.split())}.") from error
-    except OmegaConfBaseException as error:
-        first = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"it cannot be read: {first}.") from error
+        loaded = OmegaConf.load(StringIO(read_text(path, most=MOST_BYTES)))
+        return OmegaConf.to_container(loaded, resolve=False)
+    except (Unreadable, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise Wrong(f"it cannot be read: {reason(error, named=False)}.") from error
     except (OSError, ValueError) as error:  # OmegaConf's of a text, and YAML's of numbers
         raise Wrong("it must be a list of settings.") from error
 
