@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from itertools import compress, groupby
 from typing import Protocol
 
@@ -171,7 +170,7 @@ class StopStrings:
         self._stops = sorted(stops, key=len, reverse=True)
         # Of a stop string, so many characters may be known while it is not complete.
         self._most_begun = len(self._stops[0]) - 1 if stops else 0
-        self._beginnings, self._first = _beginnings(tuple(stops))
+        self._first = {stop[0] for stop in stops}
         self._shown = ""  # the end of what was shown, in which a stop string may begin
         self._held = ""
         self._visible: list[bool] = []  # of each held character; a special token's are not
@@ -223,16 +222,11 @@ class StopStrings:
         """How much of the held text belongs to the longest end that begins a stop string."""
         text = self._shown + self._held
         for length in range(min(len(text), self._most_begun), 0, -1):
-            if text[-length] in self._first and text[-length:] in self._beginnings:
-                return min(length, len(self._held))
+            if text[-length] in self._first:  # most are not
+                end = text[-length:]
+                if any(stop.startswith(end) and stop != end for stop in self._stops):
+                    return min(length, len(self._held))
         return 0
-
-
-@lru_cache(maxsize=8)  # the answers of a request share it
-def _beginnings(stops: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
-    """All texts that begin a stop string, and their first characters."""
-    beginnings = frozenset(stop[:end] for stop in stops for end in range(1, len(stop)))
-    return beginnings, frozenset(stop[0] for stop in stops)
 
 
 class FinalText:

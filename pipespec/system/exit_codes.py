@@ -11,7 +11,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from pipespec.errors import ConfigError, PipespecError, interrupt_cause, print_error
 from pipespec.system.folders import state_folder
@@ -79,14 +78,13 @@ def _report_thread_bug(arguments: threading.ExceptHookArgs) -> None:
 
 
 def _write_traceback(text: str) -> str | None:
-    """Write a traceback to a file that only this user can read; None: no folder can be written."""
-    for place in (state_folder, lambda: Path(tempfile.gettempdir())):
-        try:
-            place().mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(".txt", "internal-error-", place())
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-        except (OSError, ConfigError):  # ConfigError: there is no home folder
-            continue
-        return name
-    return None
+    """Write a traceback to a file that only this user can read; None: it cannot be written."""
+    try:
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(".txt", "internal-error-", folder)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except (OSError, ConfigError):  # ConfigError: there is no home folder
+        return None
+    return name
