@@ -1,19 +1,17 @@
 """The exit codes of commands, and the last line that they write to standard error. An error that
 the user can remedy is a PipespecError, which is shown as one sentence. Any other exception is a bug
-of pipespec: its traceback is written to a file, which the message names."""
+of pipespec, which is shown with its traceback."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 
-from pipespec.errors import ConfigError, PipespecError, interrupt_cause, print_error
-from pipespec.system.folders import state_folder
+from pipespec.errors import PipespecError, interrupt_cause, print_error
 from pipespec.system.result_cache import cache_compiled_code
 
 LONGEST_LINE, LONGEST_MESSAGE = 200, 2000
@@ -61,30 +59,13 @@ def one_line(message: str) -> str:
 
 
 def report_bug(error: BaseException) -> None:
-    """Print an unexpected error in one line, which names the file with its traceback."""
+    """Print the traceback of an unexpected error, and a last line that says what it is."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     first = ": ".join([type(error).__name__, *lines[:1]])[:LONGEST_LINE]
     text = "".join(traceback.format_exception(error))
-    file = _write_traceback(text)
-    if file is None:
-        print_error(f"{text}pipespec: internal error: {first}; the traceback is above")
-    else:
-        print_error(f"pipespec: internal error: {first}; the traceback is in {file}")
+    print_error(f"{text}pipespec: internal error: {first}; the traceback is above")
 
 
 def _report_thread_bug(arguments: threading.ExceptHookArgs) -> None:
     if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
         report_bug(arguments.exc_value)
-
-
-def _write_traceback(text: str) -> str | None:
-    """Write a traceback to a file that only this user can read; None: it cannot be written."""
-    try:
-        folder = state_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(".txt", "internal-error-", folder)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except (OSError, ConfigError):  # ConfigError: there is no home folder
-        return None
-    return name

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +17,6 @@ from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 
 PIPESPEC = shlex.join([sys.executable, "-m", "pipespec"])
 QUICK = "plan policy=root --tokens 5"
-
-
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "pipespec"
 
 
 def deep(depth: int = 0) -> int:
@@ -57,21 +49,17 @@ def raising(error: BaseException) -> Callable[[], int]:
         (deep, "RecursionError: maximum recursion depth exceeded"),
     ],
 )
-def test_a_bug_is_one_line_and_its_traceback_a_file(
-    run: Callable[[], int], said: str, state: Path, capsys: pytest.CaptureFixture[str]
+def test_a_bug_is_a_traceback_and_a_line(
+    run: Callable[[], int], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(run) == 70
-    (file,) = state.iterdir()
-    assert "Traceback (most recent call last)" in file.read_text()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"pipespec: internal error: {said}; the traceback is in {file}\n"
+    assert err.startswith("Traceback (most recent call last)")
+    assert err.endswith(f"\npipespec: internal error: {said}; the traceback is above\n")
 
 
-def test_bug_in_a_thread_is_reported_like_any_other(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bug_in_a_thread_is_reported_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.excepthook
 
     def run() -> int:
@@ -81,39 +69,21 @@ def test_bug_in_a_thread_is_reported_like_any_other(
         return 3
 
     assert exit_code_of(run) == 3
-    (file,) = state.iterdir()
-    assert capsys.readouterr().err.endswith(f"the traceback is in {file}\n")
+    assert capsys.readouterr().err.endswith(
+        "internal error: KeyError: 'a'; the traceback is above\n"
+    )
     assert threading.excepthook is before
 
 
-@pytest.mark.parametrize("variable", ["XDG_STATE_HOME", "HOME"])
-def test_a_traceback_that_cannot_be_stored_is_printed(
-    variable: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv(variable, str(tmp_path / "file") if variable != "HOME" else "")
-    assert exit_code_of(raising(KeyError("a"))) == 70
-    err = capsys.readouterr().err
-    assert err.startswith("Traceback")
-    assert err.endswith("pipespec: internal error: KeyError: 'a'; the traceback is above\n")
-
-
-def test_what_a_user_can_mend_leaves_no_file(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_user_can_mend_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(raising(PipespecError("Mend it."))) == 1
     assert capsys.readouterr().err == "pipespec: Mend it.\n"
-    assert not state.exists()
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), PipespecError("It is not valid.")])
 @pytest.mark.parametrize("explicit", [True, False])
 def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
-    error: Exception, explicit: bool, state: Path, capsys: pytest.CaptureFixture[str]
+    error: Exception, explicit: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> int:
         try:
@@ -129,7 +99,6 @@ def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
     with pytest.raises(KeyboardInterrupt):
         exit_code_of(run)
     assert capsys.readouterr().err == ""
-    assert not state.exists()
 
 
 # --- standard streams -------------------------------------------------------------------------
