@@ -14,7 +14,7 @@ from math import inf
 
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Problem, Worker, compute_ms
-from pipespec.placement.ordering import Search, StageOrder
+from pipespec.placement.ordering import best_order
 
 GIB = 2**30
 MORE_MEMORY = "add a device, raise memory_gib, or lower model.context"
@@ -78,9 +78,7 @@ def plan_slices(problem: Problem) -> Placement:
     workers = [worker for worker in problem.workers if worker.name not in problem.spares]
     _check(problem, workers)
     heads = _heads(problem, workers)
-    best: StageOrder | None = None
-    for head in heads:
-        best = Search(problem, head, [each for each in workers if each is not head]).improve(best)
+    best = best_order(problem, workers, heads)
     if best is None:
         raise _no_room(problem, workers, heads)
     return _placement(problem, best.head, best.stages, slices(best.sizes))
