@@ -215,40 +215,22 @@ def _heads(problem: Problem, workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _no_room(problem: Problem, workers: Sequence[Worker], heads: Sequence[Worker]) -> ConfigError:
-    """Why there is no layout, told of the head and the order that lack the least."""
-    hosts = list(problem.order or dict.fromkeys(worker.host for worker in workers))
-    workers = sorted(workers, key=lambda worker: hosts.index(worker.host))
-    tries = [_shortage(problem, [each for each in workers if each is not head]) for head in heads]
-    missing, where = min(tries)
-    return ConfigError(f"{_gib(missing)} GiB of memory are missing: {where}; {MORE_MEMORY}.")
-
-
-def _shortage(problem: Problem, stages: Sequence[Worker]) -> tuple[float, str]:
-    """How many bytes the stages lack in this order, and where."""
-    needs = problem.needs
-    missing, start, told = 0.0, 0, []
-    for index, worker in enumerate(stages):
-        last = index == len(stages) - 1
-        latest = needs.num_layers - (len(stages) - 1 - index)
-        if problem.split is not None:
-            stop = start + problem.split[index]
-        elif last:
-            stop = needs.num_layers
-        else:
-            stop = start + 1
-            while (
-                stop < latest and needs.stage_bytes(range(start, stop + 1)) <= worker.memory_bytes
-            ):
-                stop += 1
-        needed = needs.stage_bytes(range(start, stop))
-        if needed > worker.memory_bytes:
-            missing += needed - worker.memory_bytes
+    """What the stages lack in the layout that would be the best with memory for it."""
+    boundless = {each.name: replace(each, memory_bytes=inf) for each in workers}
+    best = best_order(problem, [*boundless.values()], [boundless[each.name] for each in heads])
+    assert best is not None
+    missing, told = 0.0, []
+    for name, piece in zip([each.name for each in best.stages], slices(best.sizes), strict=True):
+        has, needed = problem.worker(name).memory_bytes, problem.needs.stage_bytes(piece)
+        if needed > has:
+            missing += needed - has
             told.append(
-                f"{worker.name} has {_gib(worker.memory_bytes)} GiB and would need {_gib(needed)} "
-                f"for layers {start} to {stop - 1}"
+                f"{name} has {_gib(has)} GiB and would need {_gib(needed)} for layers "
+                f"{piece.start} to {piece.stop - 1}"
             )
-        start = stop
-    return missing, ", ".join(told)
+    return ConfigError(
+        f"{_gib(missing)} GiB of memory are missing: {', '.join(told)}; {MORE_MEMORY}."
+    )
 
 
 def _gib(num_bytes: float) -> str:
