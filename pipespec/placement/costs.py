@@ -148,37 +148,18 @@ class Problem:
         there = self.routes.get((sender, receiver))
         return there or self.routes.get((receiver, sender), NEAR)
 
-    def batch_ms(self, sender: str, receiver: str) -> float:
-        """A full batch from a stage's host to the next stage's."""
-        return self.route(sender, receiver).ms(self.needs.rows * self.needs.row_bytes)
-
-    def feed_ms(self, head: str, first: str) -> float:
-        """A full batch from the head's host to the first stage's: no hidden states yet."""
-        return self.route(head, first).ms(self.needs.rows * ROW_HEADER_BYTES)
-
-    def verdict_ms(self, last: str, head: str) -> float:
-        """The verdict from the last stage's host to the head's."""
-        return self.route(last, head).ms(0)
-
     def draft_ms(self, head: Worker) -> float:
         return self.needs.rounds * head.draft_round_ms
 
     def link_ms(self, head: Worker, stages: Sequence[Worker]) -> list[float]:
-        """The message of every rank, the head's first, the last one's a verdict."""
-        hosts = [stage.host for stage in stages]
+        """The message of every rank: the head's full batch, without hidden states yet, those of the
+        stages, and the last one's verdict."""
+        rows, hosts = self.needs.rows, [stage.host for stage in stages]
         return [
-            self.feed_ms(head.host, hosts[0]),
-            *(self.batch_ms(sender, receiver) for sender, receiver in pairwise(hosts)),
-            self.verdict_ms(hosts[-1], head.host),
+            self.route(head.host, hosts[0]).ms(rows * ROW_HEADER_BYTES),
+            *(self.route(*pair).ms(rows * self.needs.row_bytes) for pair in pairwise(hosts)),
+            self.route(hosts[-1], head.host).ms(0),
         ]
-
-
-def layers_ms(worker: Worker, needs: Needs, layers: range) -> float:
-    if not worker.kind_ms:
-        return len(layers) * worker.layer_ms
-    before, after = needs.kinds_before[layers.start], needs.kinds_before[layers.stop]
-    counts = [stop - start for start, stop in zip(before, after, strict=True)]
-    return sum(map(mul, counts, worker.kind_ms))
 
 
 def ends_ms(worker: Worker, *, first: bool, last: bool) -> float:
@@ -186,5 +167,10 @@ def ends_ms(worker: Worker, *, first: bool, last: bool) -> float:
 
 
 def compute_ms(worker: Worker, needs: Needs, layers: range) -> float:
+    times = len(layers) * worker.layer_ms
+    if worker.kind_ms:
+        before, after = needs.kinds_before[layers.start], needs.kinds_before[layers.stop]
+        counts = [stop - start for start, stop in zip(before, after, strict=True)]
+        times = sum(map(mul, counts, worker.kind_ms))
     first, last = layers.start == 0, layers.stop == needs.num_layers
-    return layers_ms(worker, needs, layers) + ends_ms(worker, first=first, last=last)
+    return times + ends_ms(worker, first=first, last=last)
