@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common import experiment
 from benchmarks.papers import intervals, page
 from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables
 from benchmarks.papers.cells import BATCHES, TOKENS, Cell, Run, Runs
@@ -76,21 +75,6 @@ def test_what_two_methods_have_in_common_does_not_widen_the_interval_of_their_ra
     assert paired.high - paired.low < 0.1 < independent.high - independent.low
 
 
-def test_too_few_batches_or_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="too few"):
-        intervals.mean([1.0, 2.0])
-    with pytest.raises(ValueError, match="fill no 20 batches"):
-        intervals.batches([1.0] * 19, BATCHES)
-    with pytest.raises(ValueError, match="no pairs"):
-        intervals.ratio([1.0] * 5, [1.0] * 6)
-
-
-def test_digits_follow_the_size_of_a_figure() -> None:
-    assert str(Interval(302.41, 302.0, 303.0)) == "302.4 [302.0, 303.0]"
-    assert str(Interval(5.523, 5.4, 5.649)) == "5.52 [5.40, 5.65]"
-    assert Interval(4.0, 2.0, 8.0).inverse == Interval(0.25, 0.125, 0.5)
-
-
 # --- cells --------------------------------------------------------------------------------------
 
 
@@ -116,15 +100,6 @@ def test_plain_pipeline_takes_the_printed_time_without_an_interval() -> None:
     assert str(slow.tbt) == "302.4 [302.4, 302.4]"
     assert quick.tbt.value == pytest.approx(181.41, rel=0.002)
     assert quick.over(slow).value == pytest.approx(302.4 / 181.6)
-
-
-def test_cell_is_simulated_once_and_by_all_processes_alike() -> None:
-    small = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)
-    other = Cell(BestFirst(4, 8), one_stage(10.0, 3.0), tokens=100)
-    alone, pooled = Runs(), Runs()
-    assert [*alone.simulate([small, small, other], jobs=1)] == [1, 0]
-    assert [*pooled.simulate([small, small, other], jobs=2)] == [1, 0]
-    assert alone[small].tbt == pooled[small].tbt != alone[other].tbt
 
 
 def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_path: Path) -> None:
@@ -204,13 +179,6 @@ def test_experiments_make_their_rows_and_grids_from_few_tokens() -> None:
     assert all(row["low"] <= row["value"] <= row["high"] for row in table["rows"])
 
 
-def test_unknown_experiment_is_one_sentence() -> None:
-    with pytest.raises(
-        SystemExit, match="--only names fig_11, but the experiments are specpipe_10"
-    ):
-        experiments(["fig_11"])
-
-
 def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
     result = json.loads(page.RESULT.read_text())
     rows = [row for row in result["rows"] if row["of"] == "SpecPipe"]
@@ -224,8 +192,3 @@ def test_page_has_the_tables_of_the_stored_result() -> None:
     assert {found["name"] for found in page.BLOCK.finditer(text)} == set(
         page.blocks(json.loads(page.RESULT.read_text()))
     )
-
-
-def test_stored_command_names_the_package_that_is_run() -> None:
-    program = experiment.ROOT / "benchmarks" / "papers" / "__main__.py"
-    assert experiment.module_of(program) == "benchmarks.papers"
