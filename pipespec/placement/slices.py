@@ -170,20 +170,11 @@ def reason(placement: Placement, rank: int) -> str:
 
 def _check(problem: Problem, workers: Sequence[Worker]) -> None:
     num_layers, num_stages = problem.needs.num_layers, len(workers) - 1
-    if num_stages < 1:
-        raise ConfigError(
-            f"{len(workers)} workers are to hold ranks, but a head and a stage are needed; name "
-            "more devices or fewer spares."
-        )
+    assert num_stages >= 1, "as a hosts file and `remaining` require"
     if num_stages > num_layers:
         raise ConfigError(
             f"{num_stages} workers are to be stages, but the target has only {num_layers} "
             f"layers; name {num_stages - num_layers} devices less, or make them spares."
-        )
-    if problem.draft is not None and problem.draft not in [worker.name for worker in workers]:
-        raise ConfigError(
-            f"draft is {problem.draft}, which is a spare or no worker; name one of "
-            f"{', '.join(worker.name for worker in workers)}."
         )
     split = problem.split
     if split is not None and (len(split) != num_stages or sum(split) != num_layers):
