@@ -234,12 +234,6 @@ def _hosts(values: Any, stem: str) -> HostsFile:
             f"spares is {hosts_file.spares}, but of {num_workers} workers the head and one stage "
             f"are needed; use at most {num_workers - 2}."
         )
-    if hosts_file.split is not None and len(hosts_file.split) != hosts_file.num_stages:
-        raise Wrong(
-            f"split has {len(hosts_file.split)} entries, but there are {hosts_file.num_stages} "
-            f"stages ({num_workers} workers, less the head and {hosts_file.spares} spares); give "
-            "one number of layers per stage."
-        )
     return hosts_file
 
 

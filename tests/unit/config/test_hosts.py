@@ -181,7 +181,6 @@ TWO = (
         ("draft: alfa/0", "draft is 'alfa/0', which is no worker; did you mean alpha/0?"),
         ("order: [alpha, gamma]", "order holds 'gamma', which is no host; choose from alpha, beta"),
         ("order: [alpha]", "but must name each of alpha, beta once"),
-        ("split: [3]", "split has 1 entries, but there are 2 stages"),
         ("split: [3, 0]", "must be a whole number from 1 to"),
         ("spares: 2", "use at most 1"),
         ("name: 'a b'", "name is 'a b'"),

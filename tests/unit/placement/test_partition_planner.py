@@ -180,6 +180,7 @@ def test_too_little_memory_says_how_much_and_where():
             r"2\.0 GiB.*old/1 has 24\.0 GiB.*26\.0.*layers 4 to 29",
         ),
         ({"split": (10, 10, 11)}, "31 layers for 3 stages, but the target has 32"),
+        ({"split": (32,)}, "32 layers for 1 stages, but .* 32 layers and the cluster 3 stages"),
         (
             {"needs": replace(mixed().needs, draft_bytes=70 * GIB)},
             r"draft needs 70\.0 GiB, but cpu/0 has 64\.0: 6\.0 GiB",
