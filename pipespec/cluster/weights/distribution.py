@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -71,6 +71,7 @@ def distribute_weights(
     here = [host for host in deployment.hosts if host.shares_caches]
     launcher = here[0] if here else Host(LAUNCHER_NAME, "", LOCAL)
     peers: dict[str, Peer] = {}
+    certificate = cache(Certificate.make)
     with ExitStack() as stack:
 
         def peer_of(host: Host, parts: set[str]) -> Peer:
@@ -87,7 +88,8 @@ def distribute_weights(
                     own |= parts
                 elif parts is not None and not host.by_hand:
                     others.append(peer_of(host, parts))
-            model = _Model(kind, path, shared, others, on_warning, over or threading.Event())
+            more = certificate, on_warning, over or threading.Event()
+            model = _Model(kind, path, shared, others, *more)
             if not all(model.at_once(model.prepare)) or missing(path, own):
                 model.distribute(peer_of(launcher, own))
     return replace(deployment, shared=shared_names(deployment), fetched=True)
@@ -153,12 +155,13 @@ class _Model:
         path: Path,
         shared: Repository,
         peers: list[Peer],
+        certificate: Callable[[], Certificate],
         on_warning: OnWarning,
         over: threading.Event,
     ) -> None:
         self.kind, self.path, self.shared, self.peers = kind, path, shared, peers
         self._hub = HubSource(shared.repo, shared.commit) if shared.on_hub else None
-        self._on_warning, self._over = on_warning, over
+        self._certificate, self._on_warning, self._over = certificate, on_warning, over
         self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
@@ -181,7 +184,7 @@ class _Model:
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
-            self.at_once(partial(self._listen, certificate=Certificate.make()))
+            self.at_once(partial(self._listen, certificate=self._certificate()))
         while any(peer.lacks for peer in self.peers):
             plan = plan_round(
                 {peer.name: peer.lacks for peer in self.peers},
@@ -210,7 +213,10 @@ class _Model:
             peer.moved(0)
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
-        """Let other hosts read from a host, and it from them."""
+        """Let other hosts read from a host, and it from them, for this model and the next ones."""
+        if peer.has_listened:
+            return
+        peer.has_listened = True
         address = peer.host.address or None
         with suppress(OSError):  # a host may call itself otherwise
             address = address and resolve(address)

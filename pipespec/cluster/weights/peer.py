@@ -46,6 +46,7 @@ class Peer(Conversation):
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
         self.url: str | None = None
+        self.has_listened = False
         self._on_progress, self._on_warning = on_progress, on_warning
         self._lines = lines_of(self._output)
         self._calling, self._over = threading.Lock(), threading.Event()
