@@ -6,7 +6,7 @@ least: of all ways to a stage, the best for each layer at which they can end is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, permutations
@@ -66,7 +66,8 @@ def _orders(problem: Problem, stages: Sequence[Worker]) -> Iterator[tuple[Worker
         of_host.setdefault(worker.host, []).append(worker)
     hosts = [host for host in problem.order or of_host if host in of_host]
     fixed = problem.order is not None or len(hosts) > MAX_ORDERED
-    for order in [hosts] if fixed else permutations(hosts):
+    orders: Iterable[Sequence[str]] = [hosts] if fixed else permutations(hosts)
+    for order in orders:
         if fixed or problem.last_host not in order[:-1]:
             yield tuple(chain.from_iterable(of_host[host] for host in order))
 
