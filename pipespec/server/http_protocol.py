@@ -1,8 +1,8 @@
 """HTTP/1.1 by uvicorn and h11, with limits on what a client may send before its key is checked.
 
 h11 bounds the bytes of incomplete headers and trailers, and reads a pipelined request only when the
-one before it is answered. uvicorn bounds neither the time that headers, bodies and the reading of
-replies take nor the number of connections. This module adds that.
+one before it is answered. uvicorn bounds neither the time that headers and bodies take nor, in a
+way that lets further clients in, the number of connections. This module adds that.
 """
 
 from __future__ import annotations
@@ -30,33 +30,66 @@ from pipespec.server.options import ServerOptions
 MAX_CHUNKS, CHUNK_BYTES = 1024, 64
 # How long a client may take to read the last bytes of a connection that ends.
 LINGER_S = 30.0
+# How often the log reports refused connections.
+REPORT_EVERY_S = 60.0
 # The part of an IPv6 address that its holder does not choose.
 NETWORK_BITS = 64
-# What uvicorn's protocol logs: errors alone, as any client could fill the disk with refusals.
-errors = logging.Logger("uvicorn.error", logging.ERROR)
-errors.parent = logging.getLogger(errors.name)  # its lines go to standard error
+logger = logging.getLogger("uvicorn.error")  # its lines go to standard error
+# What uvicorn's protocol logs: errors, and no line for each refused connection.
+errors = logging.Logger(logger.name, logging.ERROR)
+errors.parent = logger
 
 
-class ConnectionCount:
-    """Admits up to `most` connections in all and `most_per_address` from one address."""
+class ConnectionTable:
+    """Admits up to `most` connections in all and `most_per_address` from one address.
+
+    A connection is busy if a whole request has arrived from it and its client reads the reply. When
+    there is no room for a new one, `evict` closes the one that has not been busy for longest, so
+    that connections which are held open for nothing lock no client out.
+    """
 
     def __init__(self, most: int, most_per_address: int):
         self._most = most
         self._most_per_address = most_per_address
-        self._by_address: Counter[str] = Counter()
+        self._address: dict[Any, str] = {}
+        self._count: Counter[str] = Counter()
+        # In the order in which they became evictable.
+        self._evictable: dict[Any, None] = {}
 
-    def admit(self, address: str) -> bool:
-        """Count a new connection; False: there is no room for it."""
-        count, total = self._by_address[address], self._by_address.total()
-        admitted = count < self._most_per_address and total < self._most
-        if admitted:
-            self._by_address[address] += 1
-        return admitted
+    def admit(self, connection: Any, host: str) -> bool:
+        """Add a new connection, which may evict another; False: there is no room for it."""
+        address = network_of(host)
+        if self._count[address] >= self._most_per_address and not self._evict_one(address):
+            return False
+        if len(self._address) >= self._most and not self._evict_one(None):
+            return False
+        self._address[connection] = address
+        self._count[address] += 1
+        self._evictable[connection] = None
+        return True
 
-    def remove(self, address: str) -> None:
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+    def mark_busy(self, connection: Any) -> None:
+        self._evictable.pop(connection, None)
+
+    def mark_evictable(self, connection: Any) -> None:
+        if connection in self._address:
+            self._evictable.setdefault(connection)
+
+    def remove(self, connection: Any) -> None:
+        self._evictable.pop(connection, None)
+        address = self._address.pop(connection, None)
+        if address is not None:
+            self._count[address] -= 1
+            if not self._count[address]:
+                del self._count[address]
+
+    def _evict_one(self, address: str | None) -> bool:
+        for connection in self._evictable:
+            if address in (None, self._address[connection]):
+                self.remove(connection)
+                connection.evict()
+                return True
+        return False
 
 
 def network_of(host: str) -> str:
@@ -70,6 +103,21 @@ def network_of(host: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
     return str(address)
+
+
+class RefusalLog(Counter[int]):
+    """Counts refused connections by status, and writes one line for those of a minute: with a line
+    for each any client could fill the disk."""
+
+    def add(self, status: int) -> None:
+        if not self:
+            asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+        self[status] += 1
+
+    def _report(self) -> None:
+        counts = ", ".join(f"{count} with {status}" for status, count in self.items())
+        logger.warning("Connections that were refused within %g s: %s.", REPORT_EVERY_S, counts)
+        self.clear()
 
 
 class _Parser(h11.Connection):
@@ -133,7 +181,8 @@ class LimitedProtocol(H11Protocol):
     def __init__(
         self,
         options: ServerOptions,
-        connections: ConnectionCount,
+        connections: ConnectionTable,
+        refusals: RefusalLog,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -144,29 +193,21 @@ class LimitedProtocol(H11Protocol):
         self.logger = errors
         self._options = options
         self._connections = connections
-        self._address: str | None = None  # under which it is counted
+        self._refusals = refusals
         # What has a deadline, and of which request.
         self._awaited: tuple[str | None, Any] | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None  # while the client reads nothing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport, self.conn))  # type: ignore[arg-type]
-        address = network_of(self.client[0] if self.client else "")
-        if self._connections.admit(address):
-            self._address = address
+        if self._connections.admit(self, self.client[0] if self.client else ""):
             self._update()
-            return
-        message = f"Too many connections are open; try again in {RETRY_AFTER_S} s."
-        unavailable = HTTPStatus.SERVICE_UNAVAILABLE
-        self._refuse(ApiError(unavailable, message, code="too_many_connections"))
+        else:
+            self.evict()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._address is not None:
-            self._connections.remove(self._address)
+        self._connections.remove(self)
         self._set_deadline(None)
-        if self._unread is not None:
-            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -192,18 +233,26 @@ class LimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._options.body_timeout, self.transport.abort)
+        self._update()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        self._update()
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
+    def evict(self) -> None:
+        if self.transport.get_write_buffer_size():  # the client does not read it
+            self.transport.abort()
+            return
+        message = f"Too many connections are open; try again in {RETRY_AFTER_S} s."
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        self._refuse(ApiError(status, message, code="too_many_connections"))
+
     def _update(self) -> None:
-        """Set the deadline of what is awaited."""
+        """Set the deadline of what is awaited, and protect this connection from eviction while the
+        client reads a reply."""
         if self.transport.is_closing():
             return
         theirs = self.conn.their_state
@@ -218,6 +267,11 @@ class LimitedProtocol(H11Protocol):
         if self._awaited != (awaited, self.cycle):
             self._awaited = awaited, self.cycle
             self._set_deadline(awaited)
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and awaited != "body" and not self.flow.write_paused:
+            self._connections.mark_busy(self)
+        else:
+            self._connections.mark_evictable(self)
 
     def _set_deadline(self, awaited: str | None) -> None:
         if self._deadline is not None:
@@ -258,23 +312,9 @@ class LimitedProtocol(H11Protocol):
         """End the connection, with a reply unless another one has begun."""
         if self.transport.is_closing():
             return
+        self._refusals.add(error.status)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.body).encode()
-            given = {
-                "content-type": "application/json",
-                "content-length": str(len(body)),
-                "x-request-id": new_request_id(),
-                "connection": "close",
-                **error.headers,
-            }
-            headers = [
-                *self.server_state.default_headers,
-                *((name.encode(), text.encode()) for name, text in given.items()),
-            ]
-            reason = STATUS_PHRASES[error.status]
-            reply = h11.Response(status_code=error.status, headers=headers, reason=reason)
-            for event in (reply, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self.transport.write(_reply_bytes(error, self.server_state.default_headers))
         self._close()
 
     def _close(self) -> None:
@@ -289,5 +329,20 @@ class LimitedProtocol(H11Protocol):
 
 def protocol_factory(options: ServerOptions, capacity: int) -> Callable[..., LimitedProtocol]:
     """A callable that makes the protocol of each connection to a server for `capacity` of them."""
-    connections = ConnectionCount(capacity, options.max_connections_per_address)
-    return partial(LimitedProtocol, options, connections)
+    connections = ConnectionTable(capacity, options.max_connections_per_address)
+    return partial(LimitedProtocol, options, connections, RefusalLog())
+
+
+def _reply_bytes(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    body = json.dumps(error.body).encode()
+    headers = [
+        *default_headers,
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-request-id", new_request_id().encode()),
+        (b"connection", b"close"),
+        *((name.lower().encode(), value.encode()) for name, value in error.headers.items()),
+    ]
+    lines = [name + b": " + value + b"\r\n" for name, value in headers]
+    status = b"HTTP/1.1 %d %b\r\n" % (error.status, STATUS_PHRASES[error.status])
+    return b"".join([status, *lines, b"\r\n", body])

