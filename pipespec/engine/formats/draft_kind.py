@@ -61,7 +61,8 @@ def parallel_draft(path: Path, config: Mapping[str, Any]) -> tuple[int | None, i
 
 def _refused(path: Path) -> ModelError:
     return ModelError(
-        f"{path} holds an EAGLE, Medusa, MTP or DFlash head, which proposes tokens from the "
-        "target's hidden states, but in a pipeline these leave the last stage too late; take a small model with the same vocabulary, a parallel draft (PARD), or "
+        f"{path} holds a head for another model (EAGLE, Medusa, MTP or DFlash), which proposes "
+        "tokens from the target's hidden states, but in a pipeline these leave the last stage too "
+        "late; take a small model with the same vocabulary, a parallel draft (PARD), or "
         "proposer=suffix, which needs no draft"
     )
