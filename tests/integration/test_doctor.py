@@ -142,7 +142,7 @@ def test_partition_refuses_a_host_that_is_started_by_hand(
     assert main(["plan", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pipespec: beta cannot be measured, as `ssh: none` means")
-    assert "--profile FILE" in err and len(err.splitlines()) == 1
+    assert "with `split`" in err and len(err.splitlines()) == 1
 
 
 def test_a_model_that_differs_and_one_that_is_missing(

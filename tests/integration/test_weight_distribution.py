@@ -361,7 +361,7 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         f"pipespec: beta: {model} lacks {gone.name}, so other hosts cannot get their layers from "
-        "here; copy it there, or give each host its files\n"
+        "here; copy it there\n"
     )
     settings = [hosts_file(rig.folder, [8, 8]), "model.target=/models/nowhere"]
     assert main(["cache", "fetch", *settings]) == 2

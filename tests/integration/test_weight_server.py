@@ -79,15 +79,14 @@ def test_a_host_with_the_key_of_another_run_is_refused(server: WeightServer) -> 
 
 @pytest.mark.parametrize("how", ["no certificate", "another certificate", "the certificate"])
 def test_a_client_without_the_key_is_refused(
-    how: str, server: WeightServer, certificate: Certificate, tmp_path: Path
+    how: str, server: WeightServer, certificate: Certificate
 ) -> None:
     """One that trusts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if how != "no certificate":
         key = certificate if how == "the certificate" else Certificate.make()
-        files = key.write(tmp_path)
-        context.load_cert_chain(files.cert, files.key)
+        key.load_into(context)
     with context.wrap_socket(socket.create_connection(server.server_address, 30)) as client:
         if how != "the certificate":
             with pytest.raises(ssl.SSLError, match="ALERT"):
