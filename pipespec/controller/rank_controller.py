@@ -18,7 +18,7 @@ from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.core import DraftTokens, Request
 from pipespec.errors import StaleEpoch
-from pipespec.system.cores import spin_until
+from pipespec.system.cores import Spinner
 from pipespec.system.liveness import Waiting
 from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 from pipespec.timing.batch_times import pack as pack_times
@@ -60,7 +60,7 @@ class Controller(RequestLog):
         rank: int,
         kv_tokens: int | None = None,
         row_times: BatchTimes = NO_TIMES,
-        spins: bool = False,
+        spinner: Spinner | None = None,
         computing: Mapping[str, Any] | None = None,
     ):
         # An epoch ends with a rank's connection.
@@ -82,7 +82,7 @@ class Controller(RequestLog):
             *(pack_times(row_times), "" if computing is None else json.dumps(computing)),
         )
         self._announcements = RedisConnection(url)
-        self._spins = spins
+        self._spinner = spinner
         self._pops = 0
         self._cancelled: set[int] = set()
         # Whether the queue may hold a request, and whether it was empty and closed when the head
@@ -302,8 +302,8 @@ class Controller(RequestLog):
     def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
         """Reads one announcement within `timeout` seconds, without spinning if `idle`."""
         self._send_blocking_pop()
-        if self._spins and timeout and not idle:
-            spin_until(self._announcements.readable, timeout)
+        if self._spinner is not None and timeout and not idle:
+            self._spinner.until(self._announcements.readable, timeout)
         if not self._announcements.readable(timeout):
             return False
         self._pops -= 1

@@ -166,11 +166,17 @@ class Modes:
         self._left = self._block(self.mode)
 
     def add_ways(self, ways: tuple[str, ...]) -> None:
-        """Measure these too."""
-        self.ways += ways
+        """Measure these too, before others that were measured as often."""
+        self.ways = ways + self.ways
         for way in (*self.ways, PLAIN):
             self.costs.setdefault(way, Cost())
             self._since.setdefault(way, 0)
+
+    def drop_ways(self, ways: tuple[str, ...]) -> None:
+        """Decode in none of these any longer."""
+        self.ways = tuple(way for way in self.ways if way not in ways)
+        if self.mode in ways:
+            self._left = 0
 
     def length(self, way: str) -> int:
         """Steps from a batch to its verdict."""
@@ -317,20 +323,24 @@ class LearntSteps:
         """Up to so many batches would keep the pipeline busy."""
         if BESIDE not in self._ways:
             return
-        more = self.num_stages
+        more, ways = self.num_stages, []
         while (more := 2 * more) <= in_flight:
-            if (way := deep(more)) in self._times:
-                continue
-            self._times[way] = LearntTimes(more, self._stored.get(way))
-            self._times[way].set_stage_times(self._stages)
-            self._lengths[way] = more
-            self._ways += (way,)
-            for requests, modes in self._modes.items():
-                known = self._stored.get("costs", {}).get(str(requests), {})
-                if way in known:
-                    modes.costs[way] = Cost(*known[way])
-                modes.lengths = {**modes.lengths, **self._own_lengths(requests)}
-                modes.add_ways((way,))
+            if (way := deep(more)) not in self._times:
+                ways.append(way)
+                self._times[way] = LearntTimes(more, self._stored.get(way))
+                self._times[way].set_stage_times(self._stages)
+                self._lengths[way] = more
+        if not ways:
+            return
+        # Where links are long, the draft takes nothing from stages that wait for them.
+        dropped = (ONE_BESIDE, BETWEEN)
+        self._ways = (*ways, *(each for each in self._ways if each not in dropped))
+        for requests, modes in self._modes.items():
+            known = self._stored.get("costs", {}).get(str(requests), {})
+            modes.costs |= {way: Cost(*known[way]) for way in ways if way in known}
+            modes.lengths = {**modes.lengths, **self._own_lengths(requests)}
+            modes.add_ways(tuple(ways))
+            modes.drop_ways(dropped)
 
     def _own_lengths(self, requests: int) -> dict[str, int]:
         """Batches in flight by way, where they are not `num_stages`. Of one request, plain decoding

@@ -17,6 +17,10 @@ SLEEP, SPIN, AUTO = "sleep", "spin", "auto"
 WAITS = (AUTO, SLEEP, SPIN)
 # A longer wait is not for a step.
 SPIN_S = 0.1
+# A spinning thread that gets less of a core than this shares it with what it waits for, and sleeps
+# for so many seconds instead; each time that this goes on, twice as long, up to MOST_REST_S. It is
+# seen over LOOK_S of spinning.
+ENOUGH, REST_S, MOST_REST_S, LOOK_S = 0.85, 10.0, 300.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,54 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def should_spin(wait: str, ranks: int) -> bool:
-    """Whether the `ranks` ranks of this host should spin. `wait` is `transport.wait`; with `auto`
-    they spin if each has a core and Redis has another one."""
-    return wait == SPIN or (wait == AUTO and len(os.sched_getaffinity(0)) > ranks)
+class Spinner:
+    """Busy waiting of a thread. Unless it is `always` to spin, it does so as long as it has a core
+    to itself: other processes may use the cores too, among them ranks that count as other hosts.
 
+    `clock` and `cpu_clock` give the seconds that have passed, and those that this thread had.
+    """
 
-def spin_until(ready: Callable[[], object], seconds: float = SPIN_S) -> bool:
-    """Call `ready` until it returns a true value; False: it has not within `seconds`."""
-    end = time.monotonic() + min(seconds, SPIN_S)
-    while not ready():
-        if time.monotonic() >= end:
+    def __init__(
+        self,
+        *,
+        always: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._always, self._clock, self._cpu_clock = always, clock, cpu_clock
+        self._spun = self._had = 0.0  # seconds that were spun, and those that the thread had
+        self._rest_s, self._rests_until = REST_S, 0.0
+
+    def until(self, ready: Callable[[], object], seconds: float = SPIN_S) -> bool:
+        """Call `ready` until it returns a true value; False: it has not within `seconds`, or this
+        thread should sleep meanwhile."""
+        begun = self._clock()
+        if begun < self._rests_until:
             return False
-        time.sleep(0)  # for the other threads of this process
-    return True
+        had, end, found = self._cpu_clock(), begun + min(seconds, SPIN_S), True
+        while not ready():
+            if self._clock() >= end:
+                found = False
+                break
+            time.sleep(0)  # for the other threads of this process
+        if not self._always:
+            self._look(self._clock(), begun, self._cpu_clock() - had)
+        return found
+
+    def _look(self, now: float, begun: float, had: float) -> None:
+        self._spun, self._had = self._spun + now - begun, self._had + had
+        if self._spun >= LOOK_S:
+            if self._had < ENOUGH * self._spun:
+                self._rests_until = now + self._rest_s
+                self._rest_s = min(2 * self._rest_s, MOST_REST_S)
+            else:
+                self._rest_s = REST_S
+            self._spun = self._had = 0.0
+
+
+def make_spinner(wait: str, ranks: int) -> Spinner | None:
+    """How the `ranks` ranks of this host wait; None: they sleep. `wait` is `transport.wait`; with
+    `auto` they spin if each has a core and Redis has another one."""
+    if wait == SPIN or (wait == AUTO and len(os.sched_getaffinity(0)) > ranks):
+        return Spinner(always=wait == SPIN)
+    return None

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.system.cores import spin_until
+from pipespec.system.cores import Spinner
 from pipespec.system.liveness import Waiting
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.transport.encryption import SEAL_BYTES, Seal, link_key
@@ -82,22 +82,22 @@ class DistributedTransport:
         secret: str,
         links: Sequence[LinkKind] | None = None,
         nccl: bool = False,
-        spins: bool = False,
+        spinner: Spinner | None = None,
         window: int = 1,
         **limits: Any,
     ) -> None:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
-        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spins`: see
-        `pipespec.system.cores`. `window`: batches that a link may hold, as far as WINDOW_BYTES have
+        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spinner`:
+        waits busily. `window`: batches that a link may hold, as far as WINDOW_BYTES have
         room for their largest. `limits`: of a batch, and its type, as of `Wire`. Raises
         RankFailed if a neighbour did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
         self.rank = rank
-        self._spins = spins
+        self._spinner = spinner
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
         # The posted receives and their buffers, in the order in which messages fill them.
@@ -157,9 +157,9 @@ class DistributedTransport:
             "rank 0 receives nothing, nor does any rank after the stop batch"
         )
         work, message = self._inbox[0]
-        if self._spins:
+        if self._spinner is not None:
             arrived = self._wire.arrived if link.seal is None else link.seal.arrived
-            spin_until(lambda: arrived(message))
+            self._spinner.until(lambda: arrived(message))
         with raises_rank_failed(self._lost), GlooWait():
             work.wait(FOREVER)
         if link.seal is not None:

@@ -32,7 +32,7 @@ class TransportConfig:
     wait: str = setting(
         AUTO,
         "How a rank waits for messages: spin is faster and takes a core for each rank and one for "
-        "Redis, sleep takes none; auto spins where a host has the cores.",
+        "Redis, sleep takes none; auto spins where a host has the cores and no other uses them.",
         choices=WAITS,
         experimental=True,
     )

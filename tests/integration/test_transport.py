@@ -18,6 +18,7 @@ from torch.distributed import FileStore, HashStore, Store
 
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.errors import RankFailed
+from pipespec.system.cores import Spinner
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.transport import LinkKind, Transport
 from tests.helpers.matrix import some_of
@@ -79,7 +80,7 @@ def linked(
         max_rows=MAX_ROWS,
         hidden_size=HIDDEN,
         dtype=torch.float32,
-        spins=spins,
+        spinner=Spinner() if spins else None,
     )
 
 

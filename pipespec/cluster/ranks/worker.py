@@ -44,7 +44,7 @@ from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
-from pipespec.system.cores import should_spin
+from pipespec.system.cores import Spinner, make_spinner
 from pipespec.system.device_copy import make_current
 from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
@@ -187,7 +187,7 @@ def join_and_run(
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
     hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
-    spinning = should_spin(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
+    spinner = make_spinner(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
     wanted = deployment.config.transport.backend
     with (
         meeting_store(held) as store,
@@ -198,7 +198,7 @@ def join_and_run(
             model,
             mid,
             grammars,
-            spins=spinning,
+            spinner=spinner,
             num_slots=num_slots,
         ) as run_loop,
     ):
@@ -215,7 +215,7 @@ def join_and_run(
             links=links,
             # NCCL is for one host, and workers of others may have joined since the cluster started.
             nccl=wanted == NCCL and all(link.local for link in links[1:]),
-            spins=spinning,
+            spinner=spinner,
         )
         aborted = (transport.abort, *([] if group is None else [group.abort]))
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
@@ -258,7 +258,7 @@ def join_rank(
     mid: ModelSlice | None,
     grammars: Grammars | None,
     *,
-    spins: bool = False,
+    spinner: Spinner | None = None,
     num_slots: int | None = None,
 ) -> Iterator[Callable[[Transport], None]]:
     """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
@@ -286,7 +286,7 @@ def join_rank(
         rank=rank,
         kv_tokens=tokens,
         row_times=times.measured(),
-        spins=spins,
+        spinner=spinner,
         computing=None if model is None else {**model.describe(), "version": own_version()},
     ) as controller:
 

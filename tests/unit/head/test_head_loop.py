@@ -149,6 +149,7 @@ def test_head_decides_how_many_batches_are_in_flight(
         monkeypatch.setattr(Modes, "next_mode", choose)
         learnt = LearntSteps(NUM_STAGES, windowed=True)
         learnt.deepen(2 * NUM_STAGES)
+        learnt.modes.mode = fastest
         loop.scheduler.learn(learnt)
     wait, counts = controller.wait, []
 
