@@ -244,7 +244,7 @@ class AsyncLLM:
             by_number = {one.number: one for ones in requests for one in ones}
             while len(followed):
                 for number, event in await followed.next():
-                    by_number[number].answer.receive(event)
+                    by_number[number].receive(event)
             outputs = []
             for prompt, ones in zip(asked, requests, strict=True):
                 finished = [(one, await self._client.reports(one.number)) for one in ones]
@@ -262,7 +262,7 @@ class AsyncLLM:
             (request,) = await self._submit(followed, prompt, params, sampling_params)
             while len(followed):
                 for _, event in await followed.next():
-                    if piece := request.answer.receive(event):
+                    if piece := request.receive(event):
                         yield piece
 
     def _params(self, chosen: SamplingParams | None, num_prompts: int) -> list[list[RequestParams]]:

@@ -9,6 +9,7 @@ from typing import Any
 from pipespec.api.prompts import Tokenized
 from pipespec.client.answers import Answer, labels, statistics
 from pipespec.client.model_info import ModelInfo
+from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.core import TokenLogprobs
 from pipespec.text import Tokenizer, token_text
@@ -129,6 +130,12 @@ class PendingRequest:
     number: int
     submitted_ns: int
     answer: Answer
+
+    def receive(self, event: Event) -> str:
+        """The text that an event makes final. Raises what ends the request without an answer."""
+        if isinstance(event, Finished):
+            check_answered(event)
+        return self.answer.receive(event)
 
 
 def output_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.client.local_cluster import Running
 from pipespec.client.request_settings import RequestSettings
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import read_status
@@ -21,7 +22,6 @@ from tests.helpers.clusters import Clusters
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
 from tools.rig import cluster
-from tools.rig.asker import Running
 
 pytestmark = pytest.mark.slow
 TOKENS = 24
@@ -199,8 +199,9 @@ def test_ctrl_c_right_after_submitting_cancels_the_request(clusters, prompts, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt), client.follow() as followed:
-        client.run(followed.submit(prompts[0], GREEDY, max_new_tokens=10 * TOKENS, eos=()))
+    with pytest.raises(KeyboardInterrupt):
+        client.submit(prompts[0], GREEDY, max_new_tokens=10 * TOKENS, eos=())
+    client.leave()
     *_, end = client.events(numbers[0])
     assert end.reason == "cancelled"
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pipespec.client.local_cluster import Running
 from pipespec.config.compose import compose
 from pipespec.controller import embedded_redis
 from pipespec.controller.log_records import Accepted
@@ -26,7 +27,6 @@ from pipespec.errors import ConfigError, RankFailed, Unreachable
 from tests.helpers.clusters import Clusters
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
-from tools.rig.asker import Running
 
 PROMPT = "Once upon a time there was a king who had three sons and"
 STAGES = 3

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.decide import decide
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted
@@ -20,7 +21,6 @@ from pipespec.extras.bench.comparison import composed
 from pipespec.system.folders import resource_dir
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
-from tools.rig.asker import Running, running
 from tools.rig.cluster import reference
 
 TOKENS = 24

@@ -25,6 +25,7 @@ from gguf import GGMLQuantizationType
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
+from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
@@ -36,7 +37,6 @@ from pipespec.engine.inspection.inspection import inspect
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, used
 from tests.helpers.shards import shard
-from tools.rig.asker import running
 from tools.rig.cluster import reference
 from tools.rig.gguf_files import write
 

@@ -35,7 +35,6 @@ from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.log_records import Accepted
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from tools.rig import relay
-from tools.rig.asker import Asker
 from tools.rig.testbed import Testbed
 
 ROOT = Path(__file__).parents[2]
@@ -187,8 +186,7 @@ class JoinableCluster:
         over = threading.Event()
 
         def ask(length: int) -> None:
-            with attach(self.running, PATIENCE_S) as attached:
-                client = Asker(attached.thread)
+            with attach(self.running, PATIENCE_S) as client:
                 prompt = client.served.encode(PROMPT)
                 last = False
                 while not last:

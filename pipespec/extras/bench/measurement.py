@@ -16,7 +16,7 @@ from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.config.schema import Config
-from pipespec.controller.log_records import Event, Finished, check_answered
+from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.extras.bench.dataset import ONE_AT_A_TIME, Load, Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
@@ -135,9 +135,7 @@ class _Submitted:
     reports: list[Report] = field(default_factory=list)
 
     def result(self, served: ModelInfo, stop: Sequence[str], began_ns: int) -> RequestResult:
-        answer = answers.Answer(FinalText(served.tokenizer, self.prompt, stop))
-        for event in self.events:
-            answer.receive(event)
+        answer = answers.gather(self.events, FinalText(served.tokenizer, self.prompt, stop))
         head, *stages = sorted(self.reports, key=lambda report: report["rank"])
         scale = served.time_scale or 1.0
         arrivals = [(at - self.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
@@ -214,7 +212,8 @@ class BenchRun:
                 for number, event in client.run(followed.next(wait_s)):
                     unfinished[number].events.append(event)
                     if isinstance(event, Finished):
-                        check_answered(event)
+                        if failure := failure_of(event.reason):
+                            raise failure
                         one = unfinished.pop(number)
                         one.ended_ns = ended = monotonic_ns()
                         finished.append(one)
