@@ -39,12 +39,11 @@ REDIS_SIGNALS = {
     "redis_restart": signal.SIGTERM,
     "redis_hang": signal.SIGSTOP,
 }
-SUPERVISOR_SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV")
+AGENT_SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV")
 # Kinds that always end an epoch; the others need not.
-ENDING = {*RANK_SIGNALS, *REDIS_SIGNALS, "supervisor", "agent", "host"}
+ENDING = {*RANK_SIGNALS, *REDIS_SIGNALS, "agent", "host"}
 KINDS = (
     *RANK_SIGNALS,
-    "supervisor",
     "agent",
     *REDIS_SIGNALS,
     "client_kill",
@@ -95,10 +94,10 @@ def schedule(
     faults = []
     for kind in order[:count]:
         target = ""
-        if kind in RANK_SIGNALS or kind == "agent":
+        if kind in RANK_SIGNALS:
             target = str(draw.randrange(num_ranks))
-        elif kind == "supervisor":
-            target = f"{draw.choice(SUPERVISOR_SIGNALS)} {draw.randrange(num_ranks)}"
+        elif kind == "agent":
+            target = f"{draw.choice(AGENT_SIGNALS)} {draw.randrange(num_ranks)}"
         elif kind == "client_kill":
             target = draw.choice(CONNECTIONS)
         elif kind == "clock":
@@ -127,13 +126,10 @@ class FaultInjector:
             return send_signal(pid, RANK_SIGNALS[fault.kind])
         if fault.kind in REDIS_SIGNALS:
             return send_signal(redis_pid(running), REDIS_SIGNALS[fault.kind])
-        if fault.kind == "supervisor":
-            name, rank = fault.target.split()
-            return send_signal(
-                supervisor_pid(rank_pids(running).get(int(rank))), signal.Signals[name]
-            )
         if fault.kind == "agent":
-            return send_signal(agent_pid(rank_pids(running).get(int(fault.target))), signal.SIGKILL)
+            name, rank = fault.target.split()
+            pid = agent_pid(rank_pids(running).get(int(rank)))
+            return send_signal(pid, signal.Signals[name])
         if fault.kind == "client_kill":
             return kill_connections(running, fault.target) > 0
         if fault.kind == "script_flush":
@@ -188,13 +184,6 @@ def kill_host(bed: Testbed, host: str) -> bool:
             if pid not in bed.servers:
                 killed |= send_signal(pid, signal.SIGKILL)
     return killed
-
-
-def supervisor_pid(pid: int | None) -> int | None:
-    """The process id of what watches a rank: the agent of its host, or by hand its parent."""
-    with suppress(psutil.NoSuchProcess):
-        return None if pid is None else psutil.Process(pid).ppid()
-    return None
 
 
 def agent_pid(pid: int | None) -> int | None:

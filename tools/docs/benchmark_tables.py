@@ -188,7 +188,7 @@ def race(name: str) -> str:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{name: partial(engines, name) for name in ("peers", "peers_bfloat16", "peers_h200")},
-    **{name: partial(race, name) for name in ("links", "links_bfloat16", "links_one_step")},
+    "links": partial(race, "links"),
     "sampled": partial(
         plain,
         "sampled",

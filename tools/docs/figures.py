@@ -27,13 +27,12 @@ BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures 
 def results() -> str:
     """The README's table: time per token of pipespec and of others, and what faults change."""
     tbt, peers = result("tbt_synthetic_1b"), result("peers")
-    links, crowd = result("links_bfloat16"), result("chaos_in_flight")
+    links, crowd = result("links"), result("chaos_in_flight")
     method = {
         name: row(tbt, data_set="all", method=name)["tbt_ms"]
         for name in ("root", "level", "best_first")
     }
     one = {each["engine"]: each["tbt_ms"]["median"] for each in peers["rows"]}
-    llama, assisted = one["llama.cpp with draft"], one["Hugging Face assisted"]
     lines = [
         [
             "70B over eight RTX 3090s, emulated, synthetic draft",
@@ -51,7 +50,7 @@ def results() -> str:
         least, *_, most = sorted(ms for engine, ms in of.items() if "with draft" in engine)
         lines.append(
             [
-                f"200M over five hosts, links of {delay:g} ms",
+                f"demo pair (3.4M) over five hosts, links of {delay:g} ms",
                 f"{of['pipespec']:.0f} ms",
                 f"llama.cpp {of['llama.cpp']:.0f}, with a draft {least:.0f} to {most:.0f}",
                 f"[slow links](docs/peers.md#over-slow-links), {origin(links)}",
@@ -61,7 +60,7 @@ def results() -> str:
         [
             "200M on one machine",
             f"{one['pipespec best_first, 1 stage']:.1f} ms",
-            f"llama.cpp with draft {llama:.1f}, Hugging Face assisted {assisted:.1f}",
+            f"llama.cpp with draft {one['llama.cpp with draft']:.1f}",
             f"[other engines](docs/peers.md#measured), {origin(peers)}",
         ],
         [

@@ -27,21 +27,15 @@ def launch(
     num_ranks: int,
     preload: Sequence[str] = PRELOAD,
 ) -> WorkerGroup:
-    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
+    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start; as a
+    context, the cluster ends with its block.
 
     `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
-    pickle. Each rank finds its number by `own_rank`. `preload` names
-    modules to import once for all ranks, next to the entrypoint's own.
-
-        with launch(run_rank, (config,), num_ranks=5) as cluster:
-            ...             # the ranks run meanwhile
-            cluster.wait()
-    """
-    assert num_ranks > 0
+    pickle. Each rank finds its number by `own_rank`. `preload` names modules to import once for all
+    ranks, next to the entrypoint's own."""
     module, function = entrypoint.__module__, entrypoint.__qualname__
     assert module != "__main__", "the ranks must be able to import the entrypoint"
-    devices = ["cpu"] * num_ranks
-    cluster = WorkerGroup([this_machine(devices)], (*preload, module))
+    cluster = WorkerGroup([this_machine(["cpu"] * num_ranks)], (*preload, module))
     cluster.start_workers(f"{module}:{function}", args)
     return cluster
 
