@@ -52,7 +52,6 @@ from pipespec.engine.formats.stored import (
 from pipespec.engine.ggml.library import TYPES as GGML_TYPES
 from pipespec.engine.precision import name_of
 from pipespec.errors import ModelError
-from pipespec.system.heap import leave_to_file
 from pipespec.system.result_cache import cached_call
 
 if TYPE_CHECKING:  # not needed if the header is cached
@@ -268,8 +267,7 @@ class GgufFiles:
     def kept(
         self, parts: Collection[str], *, with_ggml: bool, divided: bool
     ) -> dict[str, KeptMatrix]:
-        """With ggml they are views of the mapped file, unless it has their rows in another order,
-        else copies."""
+        """With ggml they are views of the mapped file, else copies."""
         whole = with_ggml and not divided
         found = self._matrices(GGML_TYPES if whole else KEPT_KINDS, layers=not whole)
         read = self._of_ggml if with_ggml else self._blocks
@@ -336,14 +334,20 @@ class GgufFiles:
         return BlockWeights(torch.from_numpy(found), kind)
 
     def _of_ggml(self, stored: Stored, kind: str, part: Part) -> GgmlWeights:
+        import torch
+
         from pipespec.engine.formats.gguf_blocks import GgmlWeights
 
-        parts = [self._rows(stored, theirs, part) for theirs in stored.names]
-        if stored.heads:  # they are copies
-            leave_to_file(self._data(stored, stored.names[0]))
+        order = None
+        if part == WHOLE and len(stored.names) == 1:
+            parts = [self._data(stored, stored.names[0])]
+            order = stored.order(len(parts[0]))
+        else:
+            parts = [self._rows(stored, theirs, part) for theirs in stored.names]
         _, size, num_bytes = self._type(stored.names[0])
         out = sum(map(len, parts))
         if stored.form == ROWS:  # a matrix of one row may be stored as a vector
             out = len(range(stored.shape[-2])[part[0]])
         columns = sum(each.nbytes for each in parts) // out // num_bytes * size
-        return GgmlWeights(tuple(parts), kind, (out, columns))
+        permuted = None if order is None else torch.from_numpy(order)
+        return GgmlWeights(tuple(parts), kind, (out, columns), permuted)

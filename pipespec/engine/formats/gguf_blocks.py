@@ -109,11 +109,13 @@ class GgmlWeights:
             whose rows it has in turns.
         kind: the type.
         shape: rows and columns.
+        order: row i is row `order[i]` of the only part, int64 `[out]`; None: they are in order.
     """
 
     parts: tuple[np.ndarray, ...]
     kind: str
     shape: tuple[int, int]
+    order: Tensor | None = None
 
 
 def in_blocks(weights: Any, device: torch.device) -> BlockWeights:

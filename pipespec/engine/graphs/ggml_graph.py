@@ -37,8 +37,8 @@ from pipespec.engine.ggml.library import I32, I64, TYPES, Library
 from pipespec.engine.low_bit.kept_linear import GgmlEmbedding, GgmlLinear
 
 F32, F16 = TYPES["F32"], TYPES["F16"]
-# ggml's number of the way to rotate one half with the other.
-_HALVES = 2
+# ggml's numbers of the two ways to rotate: neighbours, or one half with the other.
+_NEIGHBOURS, _HALVES = 0, 2
 # Graphs that are kept, of the numbers of rows and keys that were used last, and their bytes
 # together, unless one has more.
 KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
@@ -51,6 +51,8 @@ _OF_LAYER, _BESIDE = 64, 64
 _LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
 _LAYER = {"self_attn", "mlp", *_LAYER_NORMS}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+# Matrices whose rows may be in the order of another rotation.
+_TURNED = {"q_proj", "k_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _ACTIVATIONS = ("SiLUActivation", "SiLU")
@@ -82,6 +84,7 @@ class _Layer:
     heads: int
     kv_heads: int
     dim: int
+    rotation: int
     scaling: float
 
 
@@ -155,13 +158,20 @@ class SliceGraph:
         weight = module.weight.detach()
         return matrix(self._library, "F32", weight.numpy(), tuple(weight.shape))
 
-    def _product(self, module: Any) -> _Product:
+    def _product(self, module: Any) -> tuple[_Product, Tensor | None]:
+        """The matrix of a linear layer, and the order of its rows."""
+        order = None
         if type(module) is GgmlLinear:
-            weights = module.weights
+            weights, order = module.weights, module.order
         else:
             _require(isinstance(module, nn.Linear))
             weights = self._plain(module)
-        return _Product(weights, None if module.bias is None else self._constant(module.bias))
+        bias = module.bias
+        if bias is not None and order is not None:
+            stored = torch.empty_like(bias)
+            stored[order] = bias
+            bias = stored
+        return _Product(weights, None if bias is None else self._constant(bias)), order
 
     def _norm_of(self, module: Any) -> _Norm:
         _require(type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"))
@@ -181,10 +191,14 @@ class SliceGraph:
         slots, kv_heads, dim = pool.keys.shape
         _require(pool.values.shape == pool.keys.shape)
         modules = dict([*attention.named_children(), *mlp.named_children()])
+        found = {name: self._product(modules[name]) for name in (*_ATTENTION, *_MLP)}
+        turned = found["q_proj"][1]
+        _require(all(order is None or name in _TURNED for name, (_, order) in found.items()))
         norms: dict[str, _Norm | None] = {
             name: self._norm_of(modules[name]) if name in modules else None for name in _HEAD_NORMS
         }
         _require(all(each is None or each.weight.shape == (dim,) for each in norms.values()))
+        _require(turned is None or not any(norms.values()))
         norms |= {name: self._norm_of(getattr(module, name)) for name in _LAYER_NORMS}
         keys, values = (
             compute.GgmlTensor(
@@ -193,13 +207,14 @@ class SliceGraph:
             for each in (pool.keys, pool.values)
         )
         return _Layer(
-            products={name: self._product(modules[name]) for name in (*_ATTENTION, *_MLP)},
+            products={name: product for name, (product, _) in found.items()},
             norms=norms,
             keys=keys,
             values=values,
             heads=own.heads,
             kv_heads=kv_heads,
             dim=dim,
+            rotation=_HALVES if turned is None else _NEIGHBOURS,
             scaling=options.scaling,
         )
 
@@ -306,7 +321,7 @@ class SliceGraph:
         def rotated(x: int, layer: _Layer, heads: int, how: _Norm | None) -> int:
             x = norm(lib.reshape_3d(context, x, layer.dim, heads, rows), how)
             return lib.rope_ext(
-                context, x, at, self._divisors.address, self._rotated, _HALVES, 0,
+                context, x, at, self._divisors.address, self._rotated, layer.rotation, 0,
                 1.0, 1.0, 0.0, self._magnitude, 0.0, 0.0,
             )  # fmt: skip
 

@@ -205,9 +205,13 @@ def multiplied(weights: compute.Matrix, x: Tensor) -> Tensor:
 
 
 class GgmlLinear(KeptLinear):
-    """A linear layer that ggml multiplies."""
+    """A linear layer that ggml multiplies.
+
+    Row i of the layer is row `order[i]` of `weights`; None: they are in order.
+    """
 
     weights: compute.Matrix
+    order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -219,10 +223,12 @@ class GgmlLinear(KeptLinear):
         found = as_ggml(weights)
         ggml, rows = _stored(found)
         self.weights = compute.laid_out(ggml, found.kind, rows, found.shape)
+        self.order = found.order
         leave_to_file(rows)
 
     def product(self, x: Tensor) -> Tensor:
-        return multiplied(self.weights, x)
+        y = multiplied(self.weights, x)
+        return y if self.order is None else y.index_select(-1, self.order)
 
 
 class GgmlEmbedding(nn.Module):
@@ -253,6 +259,7 @@ class GgmlEmbedding(nn.Module):
 
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
         assert device.type == "cpu"
+        assert weights.order is None, "no file permutes its embedding"
         require_shape(self, weights.shape)
         ggml, rows = _stored(weights)
         self.weights = matrix(ggml, weights.kind, rows, weights.shape)
