@@ -60,9 +60,9 @@ class InFlight:
         return (self._pass_ns.value or 0.0) / most / 1e6
 
     def depth(self, step_ms: float) -> int:
-        """Batches that keep the pipeline busy: as many as stages, or so many times two
-        of them as a pass, with links, lasts longer than the slowest part takes for a batch, at
-        least `step_ms`."""
+        """Batches that keep the pipeline busy: as many as stages, or so many times two of them as a
+        pass, with links, lasts longer than the slowest part takes for a batch, at least
+        `step_ms`."""
         pass_ms = min(self._passes, default=0) / 1e6
         links_ms = pass_ms - step_ms * self._num_stages
         if not step_ms or links_ms < LONG_MS * (self._num_stages + 1):

@@ -1,8 +1,8 @@
 """Whether a process makes progress, as another one sees it. A worker counts what it does in memory
 that both share (`progress`), and states for how long the next count may be away. The other process
 compares (`Watch`), and counts only time in which it looked itself and no thread of the worker was
-waiting for a processor. A worker that waits may do so for ever, but needs no
-processor for it; one that burns time all the same loops."""
+waiting for a processor. A worker that waits may do so for ever, but needs no processor for it; one
+that burns time all the same loops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from mmap import mmap
 from pathlib import Path
 
 import psutil
+
+from pipespec.system.cores import processor_times
 
 # Seconds between two looks of a parent; a longer pause counts as twice that.
 LOOK_S = 0.5
@@ -164,10 +166,10 @@ class Watch:
         """Seconds since the last look in which the main thread ran, in which any threads did, and
         in which they were ready to run, but did not; zeros on systems that do not tell."""
         main_ns = all_ns = delayed_ns = 0
-        for task in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+        for thread in Path(f"/proc/{self._process.pid}/task").glob("*"):
             with suppress(OSError):  # the thread has ended
-                ran_ns, waited_ns, _ = map(int, task.read_text().split())
-                main_ns += ran_ns * (task.parent.name == str(self._process.pid))
+                ran_ns, waited_ns = processor_times(thread)
+                main_ns += ran_ns * (thread.name == str(self._process.pid))
                 all_ns, delayed_ns = all_ns + ran_ns, delayed_ns + waited_ns
         usage = main_ns, all_ns, delayed_ns
         before, self._usage = self._usage or usage, usage

@@ -52,9 +52,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     `stage_busy` is the share of the request's time in which each stage computed.
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
-    `stage_times` are the latest of each stage (`BatchTimes`), and
-    `round_times` those of the draft by the nodes that a round expanded; `overlap` says whether it
-    drafted while the stages computed.
+    `stage_times` are the latest of each stage (`BatchTimes`), and `round_times` those of the draft
+    by the nodes that a round expanded; `overlap` says whether it drafted while the stages computed.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     decided, counts, first = head["token_ns"], head["counts"], head["first_token"]

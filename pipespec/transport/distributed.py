@@ -89,10 +89,10 @@ class DistributedTransport:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
-        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spinner`:
-        waits busily. `window`: batches that a link may hold, as far as WINDOW_BYTES have
-        room for their largest. `limits`: of a batch, and its type, as of `Wire`. Raises
-        RankFailed if a neighbour did not connect in time."""
+        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spinner`: how it waits for
+        batches, None: asleep. `window`: batches that a link may hold, as far as WINDOW_BYTES have
+        room for their largest. `limits`: of a batch, and its type, as of `Wire`. Raises RankFailed
+        if a neighbour did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from pipespec.system.cores import (
     CoreShares,
     Spinner,
     share_cores,
+    waited_s,
 )
 
 
@@ -45,18 +48,19 @@ def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, h
 
 
 class Thread:
-    """The clocks of a thread that gets a share of a core; each look at the time takes 1 ms."""
+    """The clocks of a thread that waits for a core for a share of the time; each look at the time
+    takes 1 ms."""
 
     def __init__(self, share: float) -> None:
-        self.share, self.now, self.had = share, 0.0, 0.0
+        self.share, self.now, self.waited = share, 0.0, 0.0
 
     def clock(self) -> float:
         self.now += 1e-3
-        self.had += 1e-3 * self.share
+        self.waited += 1e-3 * self.share
         return self.now
 
     def spinner(self, **how: bool) -> Spinner:
-        return Spinner(**how, clock=self.clock, cpu_clock=lambda: self.had)
+        return Spinner(**how, clock=self.clock, waited=lambda: self.waited)
 
 
 def spins(spinner: Spinner) -> bool:
@@ -67,13 +71,13 @@ def spins(spinner: Spinner) -> bool:
 
 
 def test_a_thread_that_has_a_core_to_itself_spins_and_finds_what_comes():
-    thread = Thread(1.0)
+    thread = Thread(0.01)
     spinner = thread.spinner()
     assert all(spins(spinner) for _ in range(20))
     assert spinner.until(lambda: True)
 
 
-@pytest.mark.parametrize(("share", "always", "rests"), [(0.5, False, True), (0.5, True, False)])
+@pytest.mark.parametrize(("share", "always", "rests"), [(0.05, False, True), (0.5, True, False)])
 def test_a_thread_that_shares_its_core_sleeps_unless_it_is_told_to_spin(share, always, rests):
     thread = Thread(share)
     spinner = thread.spinner(always=always)
@@ -94,8 +98,13 @@ def test_a_thread_looks_again_whether_it_has_a_core_ever_more_seldom():
     assert pauses[0] == pytest.approx(REST_S, abs=2)
     assert pauses[1] == pytest.approx(2 * REST_S, abs=2)
     assert pauses[-1] == pytest.approx(MOST_REST_S, abs=2)
-    thread.share = 1.0
+    thread.share = 0.0
     for _ in range(700):
         thread.now += 1.0
         spins(spinner)
     assert all(spins(spinner) for _ in range(20))
+
+
+def test_this_thread_has_waited_for_a_core_for_no_longer_than_it_lives():
+    before = waited_s()
+    assert 0 <= before <= waited_s() < time.monotonic()
