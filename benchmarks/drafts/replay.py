@@ -57,7 +57,7 @@ class Replay:
         text = [*prompt, *answer]
         config = SchedulerConfig(
             self.policy,
-            num_steps=self.stages,
+            num_stages=self.stages,
             rounds=self.rounds,
             prefill_chunk=PREFILL,
             context_limit=len(text) + 1,

@@ -93,7 +93,7 @@ class Scheduler:
         config, most = self.config, self._budget(self.config.max_num_seqs)
         rounds = 1 if config.rounds == AUTO else int(config.rounds)  # that every step has
         overlap = config.overlap is not False
-        stats = StepStats(config.num_steps, rounds, most, overlap=overlap, learnt=self.learnt)
+        stats = StepStats(config.num_stages, rounds, most, overlap=overlap, learnt=self.learnt)
         stats.set_stage_times(self._measured)
         return stats
 
@@ -303,7 +303,7 @@ class Scheduler:
             elapsed_ms=elapsed_ms,
             requests=max(self._decoding, 1),
             target=self._target,
-            most_held=self._policy.max_held(self.config.num_steps),
+            most_held=self._policy.max_held(self.config.num_stages),
         )
 
     def _budget(self, num_requests: int) -> int:

@@ -22,7 +22,7 @@ class SchedulerConfig:
 
     Attributes:
         policy: which nodes are expanded and which may be fed.
-        num_steps: steps that a batch takes from the head through the last stage.
+        num_stages: those of the pipeline.
         rounds: draft rounds per step at most, or "auto".
         prefill_chunk: rows of prompts that one batch carries.
         context_limit: tokens of the longest sequence.
@@ -41,7 +41,7 @@ class SchedulerConfig:
     """
 
     policy: SpeculationPolicy
-    num_steps: int
+    num_stages: int
     rounds: int | str
     prefill_chunk: int
     context_limit: int

@@ -161,7 +161,7 @@ class ToyPipeline:
         """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
         draft guesses several tokens; `make_model`: a model of so many slots, first the draft, then
         that of each stage; `vocabulary`: of the target."""
-        num_stages = config.num_steps
+        num_stages = config.num_stages
         self.scheduler = Scheduler(config)
         self.draft = DraftModelProposer(
             SliceRunner(make_model(draft_slots), draft_slots),

@@ -166,7 +166,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
     for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.policy,
-        num_steps=len(deployment.layers),
+        num_stages=len(deployment.layers),
         rounds=config.proposer.rounds,
         prefill_chunk=config.decode.prefill_chunk,
         context_limit=deployment.context,

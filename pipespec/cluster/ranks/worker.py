@@ -339,7 +339,7 @@ def _run_head(
         keep_learnt=partial(store_cached, STEP_TIMES, key),
     )
     if rank_components.measures_steps(config):
-        of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
+        of = scheduling.num_stages, scheduling.overlap, scheduling.rounds
         scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key), windowed=True))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)

@@ -136,7 +136,7 @@ class SimulatedPipeline:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 policy,
-                num_steps=machine.num_stages,
+                num_stages=machine.num_stages,
                 rounds=rounds,
                 prefill_chunk=1,
                 context_limit=context_limit,

@@ -153,7 +153,7 @@ def test_draft_token_below_padding_is_padding():
     ],
 )
 def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
-    config = SchedulerConfig(policy, num_steps=2, rounds=1, prefill_chunk=4, context_limit=64)
+    config = SchedulerConfig(policy, num_stages=2, rounds=1, prefill_chunk=4, context_limit=64)
     scheduler = Scheduler(config)
     scheduler.admission.add(Request(1, (1, 2), 16), lambda _: False, 0)
     (sequence,) = scheduler.admit()

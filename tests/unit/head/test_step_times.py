@@ -12,7 +12,16 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import SimulatedPipeline
-from pipespec.head.decoding_modes import BESIDE, BETWEEN, PLAIN, LearntSteps, Modes
+from pipespec.head.decoding_modes import (
+    BESIDE,
+    BETWEEN,
+    ONE_BESIDE,
+    ONE_TREE,
+    PLAIN,
+    LearntSteps,
+    Modes,
+    deep,
+)
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.static_tree import StaticTree
@@ -240,3 +249,18 @@ def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
         return ms_per_token(num_stages, good, 5.0, policy=policy, true_ms=nearly_flat, after=800)
 
     assert of(BEST_FIRST) < of(StaticTree())
+
+
+def test_deep_pipelines_are_measured_next_where_links_are_long_and_the_draft_spares_no_stage():
+    learnt = LearntSteps(4, windowed=True)
+    learnt.deepen(4)
+    assert learnt.modes.ways == (ONE_TREE, BESIDE, ONE_BESIDE, BETWEEN), "links are short"
+    learnt.deepen(16)
+    assert learnt.modes.ways == (deep(8), deep(16), ONE_TREE, BESIDE)
+    assert [learnt.modes.length(way) for way in learnt.modes.ways] == [8, 16, 1, 4]
+    for _ in range(2):  # of another number of requests too
+        learnt.next_mode(8)
+        assert learnt.modes.ways == (deep(8), deep(16), BESIDE)
+    either = LearntSteps(4, overlap=False, windowed=True)
+    either.deepen(16)
+    assert either.modes.ways == (BETWEEN,), "as the user wants it"
