@@ -268,8 +268,6 @@ class LearntSteps:
         overlap: whether the draft works beside the stages; None: as measured.
         rounds: draft rounds in a step, or "auto".
         stored: of an earlier run (`stored`).
-        windowed: whether a step lasts until a batch may be sent, by the number in flight; else, as
-            in a simulation, as long as each stage takes for a batch.
     """
 
     def __init__(
@@ -278,13 +276,10 @@ class LearntSteps:
         overlap: bool | None = None,
         rounds: int | str = AUTO,
         stored: Mapping[str, Any] | None = None,
-        *,
-        windowed: bool = False,
     ):
         self._stored = stored = stored or {}
         self.num_stages = num_stages
-        self.windowed = windowed
-        self._lengths = {ONE_TREE: 1, BESIDE: num_stages} if windowed else {}
+        self._lengths = {ONE_TREE: 1, BESIDE: num_stages}
         self._stages: Points = ()
         beside: tuple[str, ...] = (BESIDE,)
         if num_stages > 1:
@@ -345,8 +340,6 @@ class LearntSteps:
     def _own_lengths(self, requests: int) -> dict[str, int]:
         """Batches in flight by way, where they are not `num_stages`. Of one request, plain decoding
         has one row in flight."""
-        if not self.windowed:
-            return {}
         return {**self._lengths, PLAIN: 1 if requests == 1 else max(self._lengths.values())}
 
     @property

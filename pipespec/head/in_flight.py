@@ -60,13 +60,15 @@ class InFlight:
         return (self._pass_ns.value or 0.0) / most / 1e6
 
     def depth(self, step_ms: float) -> int:
-        """Batches that keep the pipeline busy: as many as stages, or so many times two of them as a
-        pass, with links, lasts longer than the slowest part takes for a batch, at least
-        `step_ms`."""
-        pass_ms = min(self._passes, default=0) / 1e6
-        links_ms = pass_ms - step_ms * self._num_stages
-        if not step_ms or links_ms < LONG_MS * (self._num_stages + 1):
-            return self._num_stages
-        ratio = pass_ms / step_ms / self._num_stages / SURELY
-        doublings = max(math.floor(math.log2(ratio)), 0) if ratio > 0 else 0
-        return max(min(self._num_stages << doublings, MOST_IN_FLIGHT), self._num_stages)
+        """Batches that keep the pipeline busy, by the shortest pass so far (`depth`)."""
+        return depth(self._num_stages, min(self._passes, default=0) / 1e6, step_ms)
+
+
+def depth(num_stages: int, pass_ms: float, step_ms: float) -> int:
+    """Batches that keep a pipeline busy: as many as stages, or so many times two of them as a pass,
+    with links, lasts longer than the slowest part takes for a batch, at least `step_ms`; 0: that
+    is unknown."""
+    if not step_ms or pass_ms - step_ms * num_stages < LONG_MS * (num_stages + 1):
+        return num_stages
+    doublings = max(math.floor(math.log2(pass_ms / step_ms / num_stages / SURELY)), 0)
+    return max(min(num_stages << doublings, MOST_IN_FLIGHT), num_stages)

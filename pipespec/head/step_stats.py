@@ -121,9 +121,7 @@ class StepStats:
     @property
     def in_flight(self) -> int | None:
         """Batches that are to be in flight, as learnt; None: it is not learnt."""
-        if self._learnt is None or not self._learnt.windowed:
-            return None
-        return self._learnt.in_flight
+        return None if self._learnt is None else self._learnt.in_flight
 
     @property
     def least_ms(self) -> float:

@@ -340,7 +340,7 @@ def _run_head(
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_stages, scheduling.overlap, scheduling.rounds
-        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key), windowed=True))
+        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):

@@ -172,16 +172,19 @@ def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]
 def with_wide_hop(found: Profile, config: Config, speculating: BenchResult) -> Profile:
     """The profile with the hop of a wide batch: what a step of the speculating run took longer than
     simulation says. It holds what more rows take on links, and what the head does between a verdict
-    and the next batch."""
+    and the next batch. Over long links a step is as long as the batches that the head had in
+    flight made it, and says nothing of a hop."""
+    machine = found.machine()
+    if len(machine.windows()) > 1:
+        return found
     simulated = reduce(
-        add,
-        simulate_texts(config.policy, found.machine(), found.texts, rounds=config.proposer.rounds),
+        add, simulate_texts(config.policy, machine, found.texts, rounds=config.proposer.rounds)
     )
     more_ms = step_ms(speculating) - simulated.ms / simulated.steps
     rows = round(simulated.rows / simulated.steps)
     if more_ms <= 0 or rows < 2:
         return found
-    hop = found.machine().hop.ms(1)
+    hop = machine.hop.ms(1)
     return replace(found, hop_ms=_texts([(1, hop), (rows, hop + more_ms)]))
 
 

@@ -370,4 +370,16 @@ def _advice(
         )
     said += [f"Recommended: {' '.join(advised.settings)}"]
     gain = f"{advised.speedup:.2f} times as fast as plain pipeline parallelism"
-    return [*said, f"It would decode a token in {advised.tbt_ms:.1f} ms, {gain}."]
+    said.append(f"It would decode a token in {advised.tbt_ms:.1f} ms, {gain}.")
+    stages = layout.machine.num_stages
+    if advised.in_flight not in (1, stages):
+        said.append(
+            f"Links are long: the head keeps {advised.in_flight} batches in flight before {stages} "
+            f"stages, one every {advised.step_ms:.1f} ms."
+        )
+    elif advised.in_flight < stages:
+        said.append(
+            "Links are long: the head has one batch at a time in flight, of a whole tree, every "
+            f"{advised.step_ms:.1f} ms."
+        )
+    return said

@@ -8,12 +8,18 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipespec.config.compose import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import DraftRecord, Machine
-from pipespec.extras.plan.simulation import MAX_TOKENS, Rounds, simulate, simulate_texts
+from pipespec.extras.plan.simulation import (
+    MAX_TOKENS,
+    Rounds,
+    Simulation,
+    simulate,
+    simulate_texts,
+)
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.limits import check_whole
 
@@ -90,9 +96,9 @@ def divisions(count: int) -> Iterator[Division]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a decoding method will do on a layout; `tokens_per_step` has the standard error `error`,
-    `speedup` is over plain pipeline parallelism there, and `texts` are those of a recorded draft.
-    """
+    """What a decoding method will do on a layout, with so many batches `in_flight`, a step from one
+    to the next; `tokens_per_step` has the standard error `error`, `speedup` is over plain pipeline
+    parallelism there, and `texts` are those of a recorded draft."""
 
     layout: str
     policy: str
@@ -110,6 +116,7 @@ class Prediction:
     speedup: float
     num_devices: int = 0
     texts: tuple[TextPrediction, ...] = ()
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,24 +161,30 @@ def predict(
     """What one decoding method will do on a machine, with a draft of that accuracy. Of a draft that
     was recorded, about `num_tokens` of its texts are decoded."""
     layout = layout or PlannedLayout("", machine)
-    rounds = choice.rounds
-    texts: tuple[TextPrediction, ...] = ()
-    if isinstance(accuracy, DraftRecord):
-        records = list(accuracy.sample(num_tokens))
-        each = simulate_texts(choice.policy, machine, records, rounds=rounds)
-        ran = reduce(add, each)
-        texts = tuple(
-            TextPrediction(r.id, r.benchmark, of.tokens, of.tokens_per_step, of.tbt_ms)
-            for r, of in zip(records, each, strict=True)
-        )
-    else:
-        ran = simulate(choice.policy, machine, accuracy, rounds=rounds, num_tokens=num_tokens)
+    records = [*accuracy.sample(num_tokens)] if isinstance(accuracy, DraftRecord) else []
+
+    def ran_with(in_flight: int) -> list[Simulation]:
+        """One of each recorded text, or of all tokens."""
+        how: dict[str, Any] = {"rounds": choice.rounds, "in_flight": in_flight}
+        if isinstance(accuracy, DraftRecord):
+            return simulate_texts(choice.policy, machine, records, **how)
+        return [simulate(choice.policy, machine, accuracy, num_tokens=num_tokens, **how)]
+
+    # A policy that delays no batch for a draft round has as many in flight as it can.
+    windows = machine.windows()
+    tried = [ran_with(each) for each in (windows if choice.policy.refills else windows[-1:])]
+    each = min(tried, key=lambda runs: reduce(add, runs).tbt_ms)
+    ran = reduce(add, each)
+    texts = tuple(
+        TextPrediction(r.id, r.benchmark, of.tokens, of.tokens_per_step, of.tbt_ms)
+        for r, of in zip(records, each, strict=False)
+    )
     return Prediction(
         layout=layout.label,
         policy=choice.name,
         width=choice.policy.max_rows,
         children=choice.policy.children,
-        rounds=rounds,
+        rounds=choice.rounds,
         settings=(*layout.settings, *choice.settings),
         tokens_per_step=ran.tokens_per_step,
         error=ran.error,
@@ -183,6 +196,7 @@ def predict(
         speedup=machine.plain_tbt_ms / ran.tbt_ms if ran.tbt_ms else math.inf,
         num_devices=layout.num_devices,
         texts=texts,
+        in_flight=ran.in_flight,
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.machine import TimeCurve, all_with_experts, point
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.head.in_flight import depth
 from pipespec.limits import MAX_COUNT, MAX_MS, MAX_STAGES, check_number, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
@@ -73,6 +74,35 @@ class Machine:
         """The time after each stage in a step until what it sends has arrived, by its rows; the
         last one sends a verdict."""
         return [*(self.hop.ms(count) for count in rows[:-1]), self.hop.ms(min(rows[-1], 1))]
+
+    def computed(self, in_flight: Sequence[int]) -> list[int]:
+        """What each stage computes, of values of the batches in flight, the newest first: these are
+        spread over the stages with the hops after them; a lone batch is in every stage once."""
+        return [in_flight[i * len(in_flight) // self.num_stages] for i in range(self.num_stages)]
+
+    def batch_ms(self, in_flight: Sequence[int]) -> float:
+        """From one batch to the next, where batches of so many rows are in flight, the newest
+        first: one of them, or a multiple of the number of stages. Each stage computes one
+        meanwhile, and all batches go on by as much."""
+        rows = self.computed(in_flight)
+        ways = [*zip(self.stage_ms(rows), self.hop_ms(rows), strict=True)]
+        if (each := len(in_flight) // self.num_stages) == 0:
+            return sum(map(sum, ways))
+        entering = (max(stage, (stage + hop) / each) for stage, hop in ways)
+        if each == 1:
+            return max(entering)
+        # Those that are computed already, or are on the link to the next stage.
+        later = [max(in_flight[i + 1 : i + each]) for i in range(0, len(in_flight), each)]
+        ways = [*zip(self.stage_ms(later), self.hop_ms(later), strict=True)]
+        leaving = (min((stage + hop) / each, hop / (each - 1)) for stage, hop in ways)
+        return max(*entering, *leaving)
+
+    def windows(self) -> list[int]:
+        """Batches in flight among which a head chooses, as many as stages first."""
+        draft_ms = self.round_ms(1) if self.overlap else 0.0
+        least_ms = max(*(curve.ms(1) for curve in self.stages), draft_ms)
+        n, most = self.num_stages, depth(self.num_stages, self.plain_tbt_ms, least_ms)
+        return [n] if most == n else [n, 1, *(n << k for k in range(1, (most // n).bit_length()))]
 
     def full_ms(self, rows: int) -> list[float]:
         """The time of each stage and of the hop after it, where all have batches of so many

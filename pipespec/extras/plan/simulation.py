@@ -8,9 +8,10 @@ closed forms, and its limits.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,9 +59,9 @@ OnToken = Callable[[TokenArrival], None]
 
 @dataclass
 class Simulation:
-    """Counts between the first decided token and the last.
+    """Counts between the first decided token and the last, with so many batches `in_flight`.
 
-    `delays[d]` counts the tokens whose row was fed d steps after their parent's, `[stages + 1]`;
+    `delays[d]` counts the tokens whose row was fed d steps after their parent's, `[in_flight + 1]`;
     `hits` those that had been fed before they were decided.
     """
 
@@ -75,6 +76,10 @@ class Simulation:
         return Simulation(
             *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
         )
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.delays) - 1
 
     @property
     def tokens(self) -> int:
@@ -101,8 +106,10 @@ class Simulation:
 class SimulatedPipeline:
     """The head's scheduler before stages that are times and texts: a `pipespec.head.step.Pipeline`.
 
-    It runs on a clock that the machine drives. Prompts are one token, answers are random.
-    `calibration`: of the draft's stated probabilities, which goes on; None: they are right.
+    It runs on a clock that the machine drives: in each step a batch enters and another one's
+    verdict arrives, with `in_flight` batches on their way (0: as many as stages), or as many as
+    the scheduler has learnt. Prompts are one token, answers are random. `calibration`: of the
+    draft's stated probabilities, which goes on; None: they are right.
     """
 
     def __init__(
@@ -116,11 +123,14 @@ class SimulatedPipeline:
         num_requests: int = 1,
         max_rows: int = 0,
         *,
+        in_flight: int = 0,
         calibration: Calibration | None = None,
         on_token: OnToken = lambda arrival: None,
     ):
         self.machine = machine
         self.on_token = on_token
+        self.most_in_flight = in_flight or machine.num_stages
+        self.in_flight = deque[int]()  # batches without a verdict, by step
         random = np.random.default_rng(seed)
         length = num_tokens if num_requests == 1 else AHEAD * num_tokens // num_requests
         self.texts = [
@@ -136,7 +146,7 @@ class SimulatedPipeline:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 policy,
-                num_stages=machine.num_stages,
+                num_stages=self.most_in_flight,
                 rounds=rounds,
                 prefill_chunk=1,
                 context_limit=context_limit,
@@ -159,7 +169,7 @@ class SimulatedPipeline:
             for rows in profiled_sizes(policy.max_rows):
                 self.times.add(rows, curve.ms(rows))
         self.scheduler.update_stage_times(self.times.measured())
-        self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
+        self.result = Simulation(np.zeros(self.most_in_flight + 1, np.int64))
 
     def run(self, num_tokens: int) -> Simulation:
         while self.result.tokens < num_tokens:
@@ -197,27 +207,25 @@ class SimulatedPipeline:
         return self.proposer.propose(work.requests, work.children), round_ms
 
     def receive_verdicts(self) -> None:
-        in_flight = self.in_flight()
-        stage_ms = self.machine.stage_ms(in_flight[0])
-        for ms, rows, slots in zip(stage_ms, *in_flight, strict=True):
-            if rows:
-                self.times.add(rows, ms, slots)
+        """The draft sends no hidden states and its rounds end before the verdict arrives, so a slow
+        draft hides the hops (PipeDec: max(T_draft, C T_c + T_t))."""
+        rows, slots = self.live_rows()
+        stages = self.machine.computed(rows), self.machine.computed(slots)
+        for curve, count, read in zip(self.machine.stages, *stages, strict=True):
+            if count:
+                self.times.add(count, curve.ms(count), read)
         if self.scheduler.step % LEARNED_EVERY == 0:
             self.scheduler.update_stage_times(self.times.measured())
-        for request, sequence in list(self.scheduler.admission.sequences.items()):
-            if not sequence.prompt_left:
-                verdict = self.verdict(request, counts=self.reading in ([], [request]))
-                progress = self.scheduler.apply(verdict, now=0) if verdict.tokens else None
-                if progress is not None:
-                    self.proposer.accept_verdict(progress.accepted)
-        # The draft sends no hidden states and its rounds end before the verdict arrives, so a
-        # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
-        hop_ms = self.machine.hop_ms(in_flight[0])
-        verdict_ms = max(map(sum, zip(stage_ms, hop_ms, strict=True)))
-        self.step_ms = max(verdict_ms, self.step_ms)
+        while len(self.in_flight) >= len(rows):
+            self.apply_verdicts(self.in_flight.popleft())
+        self.step_ms = max(self.batch_ms(rows), self.step_ms)
         for request, delay, hit in self.arriving:
             self.on_token(TokenArrival(request, self.now_ms + self.step_ms, delay, hit))
         self.arriving.clear()
+
+    def batch_ms(self, rows: Sequence[int]) -> float:
+        """From one batch to the next, with so many rows in flight, the newest batch first."""
+        return self.machine.batch_ms(rows)
 
     def drop_cancelled(self) -> None: ...
 
@@ -227,6 +235,7 @@ class SimulatedPipeline:
 
     def send(self, batch: Batch) -> None:
         """Remember when the rows of a batch were fed."""
+        self.in_flight.append(batch.step)
         owners = batch.rows[:, SEQUENCE]
         for request in dict.fromkeys(owners.tolist()):
             ids = batch.rows[owners == request, NODE]
@@ -236,9 +245,11 @@ class SimulatedPipeline:
             fed_at[ids] = batch.step
             self.fed_at[request] = fed_at
 
-    def in_flight(self) -> tuple[list[int], list[int]]:
-        """Live rows in each stage, of the batch fed 1, 2, ... n steps ago, and their KV slots."""
-        rows = np.zeros(self.machine.num_stages + 1, np.int64)
+    def live_rows(self) -> tuple[list[int], list[int]]:
+        """Live rows of the batch fed 1, 2, ... steps ago, of as many as should be in flight, and
+        the KV slots that they read."""
+        wanted = self.scheduler.stats.in_flight or self.most_in_flight
+        rows = np.zeros(max(wanted, len(self.in_flight)) + 1, np.int64)
         slots = np.zeros_like(rows)
         for request, sequence in self.scheduler.admission.sequences.items():
             if sequence.prompt_left:
@@ -248,9 +259,19 @@ class SimulatedPipeline:
             here = np.bincount(ages, minlength=len(rows))
             rows += here
             slots += (here > 0) * len(sequence.context.tokens) + here
-        return rows[1:].tolist(), slots[1:].tolist()
+        return rows[1 : wanted + 1].tolist(), slots[1 : wanted + 1].tolist()
 
-    def verdict(self, request: int, *, counts: bool) -> Verdict:
+    def apply_verdicts(self, leaving: int) -> None:
+        """The last stage has computed the batch of that step."""
+        for request, sequence in list(self.scheduler.admission.sequences.items()):
+            if not sequence.prompt_left:
+                counts = self.reading in ([], [request])
+                verdict = self.verdict(request, leaving, counts=counts)
+                progress = self.scheduler.apply(verdict, now=0) if verdict.tokens else None
+                if progress is not None:
+                    self.proposer.accept_verdict(progress.accepted)
+
+    def verdict(self, request: int, leaving: int, *, counts: bool) -> Verdict:
         """The last stage keeps drawing while the newest token is in the batch it has computed.
 
         `counts`: whether the tokens enter the result, as all other requests are past their first.
@@ -259,7 +280,6 @@ class SimulatedPipeline:
         tree, base = sequence.tree, len(sequence.context.tokens)
         text, fed_at = self.texts[request], self.fed_at[request]
         now = self.scheduler.step
-        leaving = now - self.machine.num_stages
         tokens: list[int] = []
         node: int | None = ROOT
         entered = int(fed_at[tree.id[ROOT]]) if tree.fed[ROOT] else now
@@ -270,7 +290,7 @@ class SimulatedPipeline:
             hit = node is not None and bool(tree.fed[node])
             entered = int(fed_at[tree.id[node]]) if hit else now
             if base + len(tokens) > 2 and counts:
-                self.result.delays[entered - leaving] += 1
+                self.result.delays[min(entered - leaving, self.result.in_flight)] += 1
                 self.result.hits += hit
                 self.arriving.append((request, entered - leaving, hit))
         return Verdict(request, base, tuple(tokens))
@@ -291,25 +311,33 @@ def simulate(
     seed: int = 0,
     num_requests: int = 1,
     max_rows: int = 0,
+    in_flight: int = 0,
     on_token: OnToken = lambda arrival: None,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
     `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`;
-    `on_token` is called for every token that is counted, in the order in which they arrive. With
-    many requests, all of them are there the whole time, and the tokens are those of all.
+    `in_flight`: batches on their way, 0: as many as stages; `on_token` is called for every token
+    that is counted, in the order in which they arrive. With many requests, all of them are there
+    the whole time, and the tokens are those of all.
     """
     check_rounds(rounds)
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     check_whole("seed", seed, 0, MAX_SEED)
     check_whole("requests", num_requests, 1, MAX_REQUESTS)
     sizes = (num_tokens, seed, num_requests, max_rows)
-    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, *sizes, on_token=on_token)
+    how: Any = {"in_flight": in_flight, "on_token": on_token}
+    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, *sizes, **how)
     return pipeline.run(num_tokens)
 
 
 def simulate_texts(
-    policy: SpeculationPolicy, machine: Machine, texts: Iterable[TextRecord], *, rounds: Rounds
+    policy: SpeculationPolicy,
+    machine: Machine,
+    texts: Iterable[TextRecord],
+    *,
+    rounds: Rounds,
+    in_flight: int = 0,
 ) -> list[Simulation]:
     """Decode texts of which a draft was recorded, one after another, as `simulate` does.
 
@@ -320,7 +348,8 @@ def simulate_texts(
     found = []
     for text in texts:
         later = len(text.ranks) - 1  # the first token is not counted
-        pipeline = SimulatedPipeline(policy, machine, text, rounds, later, calibration=calibration)
+        how: Any = {"in_flight": in_flight, "calibration": calibration}
+        pipeline = SimulatedPipeline(policy, machine, text, rounds, later, **how)
         found.append(pipeline.run(later))
         pipeline.proposer.end_sequence(0)
     return found

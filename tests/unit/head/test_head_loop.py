@@ -147,7 +147,7 @@ def test_head_decides_how_many_batches_are_in_flight(
             return fastest
 
         monkeypatch.setattr(Modes, "next_mode", choose)
-        learnt = LearntSteps(NUM_STAGES, windowed=True)
+        learnt = LearntSteps(NUM_STAGES)
         learnt.deepen(2 * NUM_STAGES)
         learnt.modes.mode = fastest
         loop.scheduler.learn(learnt)

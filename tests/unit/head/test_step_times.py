@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -164,18 +165,16 @@ class SharedCores(SimulatedPipeline):
     one by one; `true_ms` is what a stage then takes."""
 
     true_ms: TimeCurve
-    beside = 0
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.beside = 0
+    drafted_ms = 0.0
 
     def receive_verdicts(self) -> None:
-        drafted, self.beside = self.step_ms, self.rounds
-        rows, _ = self.in_flight()
-        took = [self.true_ms.ms(each) for each in rows if each]
+        self.drafted_ms = self.step_ms
         super().receive_verdicts()
-        self.step_ms = max(drafted, *took, (sum(took) + drafted) / 2) if took else drafted
+
+    def batch_ms(self, rows: Sequence[int]) -> float:
+        took = [self.true_ms.ms(each) for each in self.machine.computed(rows)]
+        longest = max(took) if len(rows) > 1 else sum(took)
+        return max(longest, (sum(took) + self.drafted_ms) / 2)
 
 
 def ms_per_token(
@@ -252,7 +251,7 @@ def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
 
 
 def test_deep_pipelines_are_measured_next_where_links_are_long_and_the_draft_spares_no_stage():
-    learnt = LearntSteps(4, windowed=True)
+    learnt = LearntSteps(4)
     learnt.deepen(4)
     assert learnt.modes.ways == (ONE_TREE, BESIDE, ONE_BESIDE, BETWEEN), "links are short"
     learnt.deepen(16)
@@ -261,6 +260,6 @@ def test_deep_pipelines_are_measured_next_where_links_are_long_and_the_draft_spa
     for _ in range(2):  # of another number of requests too
         learnt.next_mode(8)
         assert learnt.modes.ways == (deep(8), deep(16), BESIDE)
-    either = LearntSteps(4, overlap=False, windowed=True)
+    either = LearntSteps(4, overlap=False)
     either.deepen(16)
     assert either.modes.ways == (BETWEEN,), "as the user wants it"

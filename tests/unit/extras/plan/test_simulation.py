@@ -150,6 +150,51 @@ def test_times_follow_the_rows():
     assert ran.ms / ran.tokens == pytest.approx(42)
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "ms"),
+    [
+        ([4], 2 * 30 + 20 + 2),  # a lone batch: a pass, at the end of which one row is sent
+        ([4, 1], 30 + 20),  # as many as stages: the slowest stage and the hop after it
+        ([0, 1, 4, 0], (30 + 30) / 2),  # half of the way of a batch between two stages
+        ([4, 0, 0, 0, 0, 0, 0, 0], 30),  # a stage computes one batch after another
+        ([0, 4, 0, 0, 0, 0, 0, 0], 20 / 3),  # what is left of its way to the next stage
+        ([0, 0], 0),
+    ],
+)
+def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight: list[int], ms: float):
+    stage, link = TimeCurve(((1, 10.0), (4, 30.0))), TimeCurve(((1, 2.0), (4, 20.0)))
+    pipeline = Machine((stage, stage), hop=link)
+    assert pipeline.batch_ms(in_flight) == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("hop_ms", "windows"), [(0, [4]), (5, [4]), (25, [4, 1, 8, 16]), (120, [4, 1, 8, 16, 32])]
+)
+def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
+    hop_ms: float, windows: list[int]
+):
+    pipeline = machine(4, stage_ms=6.0, hop=hop(hop_ms), draft_ms=4.0)
+    assert pipeline.windows() == windows
+    (method,) = methods("best_first", rounds=["auto"])
+    each = [
+        simulate(
+            method.policy, pipeline, PUBLISHED, rounds="auto", num_tokens=150, in_flight=in_flight
+        )
+        for in_flight in windows
+    ]
+    best = min(each, key=lambda ran: ran.tbt_ms)
+    found = predict(method, pipeline, PUBLISHED, num_tokens=150)
+    assert (found.in_flight, found.tbt_ms) == (best.in_flight, best.tbt_ms)
+    assert len({ran.in_flight for ran in each}) == len(windows)
+
+
+@pytest.mark.parametrize("in_flight", [1, 4, 16])
+def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight: int):
+    pipeline = machine(4, hop=hop(20.0))
+    ran = simulate(Root(), pipeline, PUBLISHED, rounds=1, num_tokens=20, in_flight=in_flight)
+    assert ran.tbt_ms == pytest.approx(pipeline.plain_tbt_ms)
+
+
 def test_a_mixture_reads_the_experts_of_its_rows():
     curve = with_experts(TimeCurve(((1, 10.0), (64, 12.0))), 256, 8, 0.9)
     assert curve.ms(1) == pytest.approx(10)
