@@ -133,7 +133,9 @@ def run(options: argparse.Namespace, folder: Path) -> ChaosRun:
     began = time.monotonic()
     began_s = time.time()
     with ExitStack() as stack:
-        bed = stack.enter_context(Testbed(options.hosts)) if options.hosts else None
+        bed = (
+            stack.enter_context(Testbed(options.hosts, options.delay_ms)) if options.hosts else None
+        )
         hosts = bed.hosts if bed else ()
         faults = schedule(
             options.seed, options.faults, kinds=kinds, num_ranks=options.stages + 1, hosts=hosts
@@ -282,6 +284,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=3, help="(3)")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (32)")
     parser.add_argument("--hosts", type=int, default=0, help="of a test bed; needs root (none)")
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.1, help="of a link between two hosts, one way (.1)"
+    )
     parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")
     parser.add_argument("--in-flight", type=int, default=16, help="requests at once (16)")
