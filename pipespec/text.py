@@ -88,8 +88,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     if byte := _raw_byte(tokenizer, token):
         return byte
     text, name = token_text(tokenizer, token), tokenizer.convert_ids_to_tokens(token)
-    if REPLACEMENT in text and name is not None and all(each in _BYTE_OF for each in name):
-        return bytes(_BYTE_OF[each] for each in name)
+    if REPLACEMENT in text and name is not None and all(each in BYTE_OF for each in name):
+        return bytes(BYTE_OF[each] for each in name)
     return text.encode()
 
 
@@ -101,7 +101,8 @@ def _byte_of() -> dict[str, int]:
     return characters | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_of()
+# Bytes by the characters that stand for them.
+BYTE_OF = _byte_of()
 
 
 class Detokenizer:

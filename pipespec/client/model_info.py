@@ -19,9 +19,10 @@ from pipespec.client.chat_template import (
     with_end,
 )
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, compare_vocabularies
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.errors import ModelError, PromptError
+from pipespec.head.proposers.token_map import token_map
 from pipespec.system.validation import is_whole, reason
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,16 @@ class ModelInfo:
 
     @classmethod
     def of(cls, deployment: Deployment) -> ModelInfo:
-        """The model of a cluster that is about to start, whose drafts have the same tokens. Raises
-        ModelError."""
+        """The model of a cluster that is about to start; that a draft has other tokens is logged.
+        Raises ModelError where these are of no use."""
         found = tokenizer.load(deployment.target.path)
-        for _, info in deployment.models[1:]:
-            compare_vocabularies(found, tokenizer.load(info.path))
+        for name, info in deployment.models[1:]:
+            if (tokens := token_map(deployment.target, info)) is not None:
+                logger.warning(
+                    "The %s has another vocabulary: %.0f %% of its tokens are the target's too, "
+                    "and it proposes only these.",
+                    *(name, 100 * tokens.share),
+                )
         return cls(
             target=full_name(deployment.config.model.target),
             vocab_size=deployment.target.vocab_size,

@@ -44,11 +44,11 @@ class ModelConfig:
         "or, on the hub, ORG/NAME/FILE.gguf.",
     )
     draft: str | None = setting(
-        None, "Draft model, with the target's vocabulary; null for proposers that need none."
+        None, "Draft model, best with the target's vocabulary; null for proposers that need none."
     )
     mid: str | None = setting(
         None,
-        "Mid-size model, with the target's vocabulary, for proposer=cascade.",
+        "Mid-size model, best with the target's vocabulary, for proposer=cascade.",
         experimental=True,
     )
     dtype: str = setting(

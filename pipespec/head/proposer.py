@@ -114,6 +114,17 @@ class Proposal:
             logps[present] = np.log([probability for row in rows for _, probability in row])
         return cls(parents, tokens, logps)
 
+    def with_leaves(self, nodes: np.ndarray) -> Proposal:
+        """With nothing below these nodes too."""
+        columns = self.tokens.shape[1]
+        tokens, logps = np.full((len(nodes), columns), -1), np.full((len(nodes), columns), -np.inf)
+        return replace(
+            self,
+            parents=np.concatenate((self.parents, nodes)),
+            tokens=np.concatenate((self.tokens, tokens)),
+            logps=np.concatenate((self.logps, logps)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:

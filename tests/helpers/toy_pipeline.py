@@ -23,6 +23,7 @@ from pipespec.engine.slice.whole_slice import WholeSlice
 from pipespec.head.proposer import Proposal
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.token_map import TokenMap
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence
@@ -75,6 +76,32 @@ class ToyModel:
     def best_tokens(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best = self.logits(hidden).max(-1)
         return best.values, best.indices
+
+
+class ForeignToy(ToyModel):
+    """The toy as a draft with other tokens: those of `tokens.ids` for the toy's own, and as many
+    others, which are parts of tokens that it lacks, or none of the target's."""
+
+    def __init__(self, num_slots: int, tokens: TokenMap):
+        super().__init__(num_slots)
+        self.vocab_size = 2 * VOCABULARY
+        self.ours = np.arange(self.vocab_size)
+        known = np.flatnonzero(tokens.ids >= 0)
+        self.ours[tokens.ids[known]] = known
+        self.columns = torch.from_numpy(tokens.ids[known])
+        self.known = torch.from_numpy(known)
+
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        return super().forward(torch.from_numpy(self.ours[inputs.numpy()]), positions, plan)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = torch.full(
+            (len(hidden), self.vocab_size), 9.0
+        )  # of tokens that it must not propose
+        found[:, self.columns] = super().logits(hidden)[:, self.known]
+        return found
 
 
 def layer(stored: np.ndarray, positions: np.ndarray) -> int:
@@ -154,22 +181,25 @@ class ToyPipeline:
         draft_slots: int,
         answers: dict[int, list[int]],
         parallel: ParallelDraft | None = None,
+        tokens: TokenMap | None = None,
         make_model: Callable[[int], Any] = ToyModel,
         vocabulary: int = VOCABULARY,
         make_link: Callable[[int, deque[Batch], deque[Batch] | None], Link] = Link,
     ):
         """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
-        draft guesses several tokens; `make_model`: a model of so many slots, first the draft, then
-        that of each stage; `vocabulary`: of the target."""
+        draft guesses several tokens; `tokens`: of a draft with others; `make_model`: a model of so
+        many slots, first the draft, then that of each stage; `vocabulary`: of the target."""
         num_stages = config.num_stages
+        draft = make_model(draft_slots) if tokens is None else ForeignToy(draft_slots, tokens)
         self.scheduler = Scheduler(config)
         self.draft = DraftModelProposer(
-            SliceRunner(make_model(draft_slots), draft_slots),
+            SliceRunner(draft, draft_slots),
             config.prefill_chunk,
             vocabulary,
             max_retained=config.max_retained,
             states=config.make_states(),
             parallel=parallel,
+            tokens=tokens,
         )
         self.drawn: list[bytes] = []
         self.num_received = 0  # verdicts that the head has applied

@@ -32,6 +32,7 @@ from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.token_map import token_map
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import StopCheck
 from pipespec.placement.measurements import draft_slots
@@ -246,6 +247,7 @@ def draft_proposer(
         max_retained=config.scheduler.max_retained,
         states=states,
         parallel=parallel,
+        tokens=token_map(deployment.target, info),
     )
 
 

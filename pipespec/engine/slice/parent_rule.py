@@ -136,12 +136,19 @@ class Lineage:
         prompt_len: how many of its tokens are a prompt.
         expected: decided tokens whose rows have not arrived."""
 
-    def __init__(self, sequence: int, nodes: LiveNodes, length: int = 0, prompt_len: int = 0):
-        """`length`: committed tokens that are shared with another sequence."""
+    def __init__(
+        self,
+        sequence: int,
+        nodes: LiveNodes,
+        length: int = 0,
+        prompt_len: int = 0,
+        tip: int | None = None,
+    ):
+        """`length`: committed tokens that are shared with another sequence; `tip`: the node id of
+        the last of them, which is its position unless it is given."""
         self.sequence = sequence
         self.nodes = nodes
-        # The node id of a token that was decided before the sequence started is its position.
-        self.tip = length - 1 if length else NO_PARENT_NODE
+        self.tip = NO_PARENT_NODE if not length else length - 1 if tip is None else tip
         self.length = length
         self.prompt_len = prompt_len
         self.expected: deque[int] = deque()

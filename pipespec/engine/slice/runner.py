@@ -68,12 +68,13 @@ class SliceRunner:
         parent: int = NO_PARENT_SEQUENCE,
         shared: int = 0,
         prompt_len: int = 0,
+        tip: int | None = None,
     ) -> None:
         """Add a sequence with a prompt of so many tokens, so that verdicts on it are applied even
         before its first row arrives. It shares the first `shared` tokens of `parent`, a running or
-        retained sequence."""
+        retained sequence; `tip`: see `Lineage`."""
         assert self.length(parent) >= shared, "the prefix to share is not here"
-        self.lineages[sequence] = Lineage(sequence, self.nodes, shared, prompt_len)
+        self.lineages[sequence] = Lineage(sequence, self.nodes, shared, prompt_len, tip)
         self._page_of[sequence] = page = self.pages.allocate_row()
         if shared:
             slots = self.pages.share_prefix(page, self._page_of[parent], shared)

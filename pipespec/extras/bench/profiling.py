@@ -32,7 +32,8 @@ from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Profile, TextRecord
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposer import Context
-from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.head.proposers.draft_model import DraftModelConfig, logits_of
+from pipespec.head.proposers.token_map import ReadText, token_map
 from pipespec.placement.host_figures import Figures
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version
@@ -226,49 +227,57 @@ def read_answers(
 
     Answers of a single token say nothing and are left out. Raises ConfigError.
     """
-    read = [request for request in requests if len(request.token_ids) > 1]
-    if not read:
+    long = [request for request in requests if len(request.token_ids) > 1]
+    if not long:
         raise ConfigError(
             "Every answer ended after its first token, so there is nothing to measure; pass other "
             "prompts, or decode.ignore_eos=true."
         )
     info = deployment.draft
     assert info is not None, "the proposer has no draft model"
-    longest = max(len(request.prompt_ids) + len(request.token_ids) for request in read)
+    tokens = token_map(deployment.target, info)
+    read = []
+    for request in long:
+        ids = [*request.prompt_ids, *request.token_ids]
+        context = Context(1, ids, list(range(len(ids))), prompt_len=len(ids))
+        read.append(ReadText(context, tokens))
     model = ModelSlice.load(
         info.path,
         range(info.num_layers),
         dtype=getattr(torch, deployment.dtype_of(info)),
         quantization=deployment.weight_format(info),
         device=torch.device("cuda:0" if num_cuda() else "cpu"),
-        num_slots=longest,
+        num_slots=max(len(each.own.tokens) for each in read),
         context=deployment.longest,
     )
     vocabulary = min(deployment.target.vocab_size, info.vocab_size)
+    columns = torch.arange(vocabulary) if tokens is None else torch.from_numpy(tokens.ids)
     texts = []
-    for done, request in enumerate(read, 1):
-        first, text = len(request.prompt_ids), [*request.prompt_ids, *request.token_ids]
+    for done, (request, text) in enumerate(zip(long, read, strict=True), 1):
+        # Rows after which the tokens of the answer come.
+        lengths = np.array(text.lengths)
+        before = lengths[len(request.prompt_ids) : -1] - 1
         ranks: list[int] = []
         probabilities: list[list[float]] = []
-        for start, logits in _logits(model, text):
-            # A row's logits are of the token after it.
-            mine = logits[max(first - 1 - start, 0) :, :vocabulary]
-            if len(mine):
+        for start, logits in _logits(model, text.own):
+            rows = before[(before >= start) & (before < start + len(logits))] - start
+            if len(rows):
+                mine = logits_of(logits[torch.from_numpy(rows)], columns)
                 top = mine.softmax(-1).topk(min(candidates, vocabulary))
-                tokens = np.array(request.token_ids[len(ranks) : len(ranks) + len(mine)])
-                found = top.indices.numpy() == tokens[:, None]
+                decided = np.array(request.token_ids[len(ranks) : len(ranks) + len(rows)])
+                found = top.indices.numpy() == decided[:, None]
                 ranks += np.where(found.any(1), found.argmax(1) + 1, MISSED).tolist()
                 probabilities += np.round(top.values.double().numpy(), DIGITS).tolist()
         texts.append(TextRecord(request.id, request.benchmark, ranks, probabilities))
-        on_done(done, len(read))
+        on_done(done, len(long))
     return DraftRecord(texts)
 
 
-def _logits(model: ModelSlice, text: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _logits(model: ModelSlice, context: Context) -> Iterator[tuple[int, Tensor]]:
     """After each token of a text but the last, float32 `[rows, vocab]`, chunk by chunk with the
     position at which it starts."""
     runner = SliceRunner(model, model.num_slots)
-    context = Context(1, list(text), list(range(len(text))), prompt_len=len(text))
+    text = context.tokens
     runner.start_sequence(1)
     runner.apply([Verdict(1, 0, tuple(text))])
     for start in range(0, len(text) - 1, CHUNK):

@@ -24,6 +24,7 @@ from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
 from pipespec.head.proposers.parallel import ParallelDraft, best_paths
+from pipespec.head.proposers.token_map import ReadText, TokenMap
 from pipespec.head.tree import ROOT
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.system.device_copy import to_device, to_host
@@ -50,7 +51,8 @@ class DraftModelConfig(ProposerConfig):
 class DraftModelProposer:
     """Runs tree nodes through the draft and proposes its most probable continuations.
 
-    The draft keeps its own KV by the same parent rule as every stage. Decided tokens that it has
+    The draft keeps its own KV by the same parent rule as every stage, in its own tokens where its
+    vocabulary is another one (`pipespec.head.proposers.token_map`). Decided tokens that it has
     not computed (the prompt at first, later every token that it did not propose) are computed
     before the requested nodes. `texts` are those in its KV cache.
 
@@ -69,10 +71,13 @@ class DraftModelProposer:
         max_retained: int = 0,
         states: KeptStates | None = None,
         parallel: ParallelDraft | None = None,
+        tokens: TokenMap | None = None,
     ):
         """A pass reads `chunk` prompt rows; the target knows `vocabulary` tokens; the KV of
         `max_retained` ended sequences may be retained, with running `states` if the draft has some;
-        `parallel`: a pass proposes several tokens."""
+        `parallel`: a pass proposes several tokens; `tokens`: of another vocabulary, for which there
+        is no parallel draft."""
+        assert parallel is None or tokens is None
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
@@ -82,18 +87,22 @@ class DraftModelProposer:
         # Of each level of mask rows: the farther ahead, the less sure.
         num_masks = parallel.num_masks if parallel else 0
         self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
+        self.tokens = tokens
+        self._columns: Tensor | None = None  # `TokenMap.ids`
         self._contexts: dict[int, Context] = {}
+        self._read: dict[int, ReadText] = {}
         self._warned = False  # about logits that are not finite
 
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
-        self.texts.start(context)
+        self._read[context.sequence] = read = ReadText(context, self.tokens)
+        self.texts.start(read.own)
 
     def accept_verdict(self, verdict: Verdict) -> None:
         context = self._contexts[verdict.sequence]
-        end = verdict.base + len(verdict.tokens)
+        own, nodes = self._read[verdict.sequence].accept(verdict)
         # The tree may have dropped nodes that the draft still holds, and added them again.
-        self.runner.apply([verdict], context.nodes[verdict.base : end])
+        self.runner.apply([own], nodes)
         for position in range(verdict.base, len(context.tokens)):
             for back, confidence in enumerate((self.confidence, *self._mask_confidence), 1):
                 if position >= back:
@@ -104,18 +113,21 @@ class DraftModelProposer:
         self.texts.end(sequence)
         for confidence in (self.confidence, *self._mask_confidence):
             confidence.end_sequence(sequence)
-        del self._contexts[sequence]
+        del self._contexts[sequence], self._read[sequence]
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         """One pass of the draft for all sequences.
 
         It computes up to `chunk` rows of decided text, of the sequences that miss least first:
         these need draft tokens now, and a long prompt takes the rows that they leave. A sequence
-        for which no KV slot is free gets no candidates.
+        for which no KV slot is free gets no candidates, and neither does a node that the draft
+        cannot read.
         """
         nothing = Proposal.from_lists(NO_NODES, [])
+        asked, requests = requests, [*map(self._readable, requests)]
         missing = [
-            each.context.rows(self.runner.length(each.context.sequence)) for each in requests
+            self._read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
+            for each in requests
         ]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
@@ -139,7 +151,7 @@ class DraftModelProposer:
                 at = start + len(rows) + np.searchsorted(drafted, fitting.nodes)
                 at[fitting.nodes == ROOT] = start + len(rows) - 1
                 tree, sequence = requests[i].tree, requests[i].context.sequence
-                rows = np.concatenate((rows, tree.rows(sequence, drafted)))
+                rows = np.concatenate((rows, self._read[sequence].tree_rows(tree, drafted)))
                 masked = NO_NODES
                 if self.parallel is not None and self._num_masks(requests[i]):
                     masked = self.parallel.select_nodes(tree, fitting.nodes, free)
@@ -175,7 +187,16 @@ class DraftModelProposer:
         for each in ready:
             if found[each.index] is None:  # there was no memory
                 found[each.index] = nothing
+        for i, (whole, read) in enumerate(zip(asked, requests, strict=True)):
+            if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
+                found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
         return found
+
+    def _readable(self, request: ProposalRequest) -> ProposalRequest:
+        """The request for the nodes that the draft can read."""
+        if self.tokens is None:
+            return request
+        return request.select(self.tokens.readable(request.tree)[request.nodes])
 
     def _finite(self, logps: np.ndarray) -> np.ndarray:
         """Log-probabilities `[rows, n]`, -inf (no candidate) where the draft's logits are NaN or
@@ -222,11 +243,19 @@ class DraftModelProposer:
 
         def compute(kept: np.ndarray) -> Tensor:
             wanted = hidden.index_select(0, to_device(rows[kept], hidden.device))
-            return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+            return self._of_target(self.runner.model.logits(wanted)).float()
 
         _, logits = self.runner.memory.compute(np.array(numbers), compute)
         failed = self.runner.memory.failed
         return [each for each in ready if each.request.context.sequence not in failed], logits
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """The logits of the target's tokens."""
+        if self.tokens is None:
+            return logits[:, : self.vocabulary]
+        if self._columns is None:
+            self._columns = to_device(self.tokens.ids, logits.device)
+        return logits_of(logits, self._columns)
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
         """The logits with -inf for tokens that must not follow a node, unless none may."""
@@ -282,6 +311,12 @@ class DraftModelProposer:
                 for of_nodes, *of_masks in zip(*best, strict=True)
             )
             yield ranked, logps
+
+
+def logits_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The logits `[rows, vocab]` of a draft for the target's tokens, -inf of those that it lacks;
+    `ids`: `TokenMap.ids`."""
+    return logits.index_select(1, ids.clamp(min=0)).masked_fill(ids < 0, -np.inf)
 
 
 # What may follow some rows, the likeliest first: tokens and log-probabilities, `[rows, n]`.

@@ -38,7 +38,8 @@ class DraftTexts:
             shared = self.states.longest(context.parent, shared)
             self.states.start(context.sequence, context.parent, shared)
         self._known[context.sequence] = known = len(context.tokens)
-        self._runner.start_sequence(context.sequence, context.parent, shared, known)
+        tip = context.nodes[shared - 1] if shared else None
+        self._runner.start_sequence(context.sequence, context.parent, shared, known, tip)
         self._retained.pop(context.parent, None)
         if context.parent in self._runner.cached:
             self._retained[context.parent] = None

@@ -25,6 +25,7 @@ from pipespec.head.prefix_cache import (
     text_key,
 )
 from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.token_map import MISSING, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
 from tests.helpers.policies import small_policies
 from tests.helpers.recurrent_toy import MODULES, recurrent_toy
@@ -355,6 +356,16 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
     check_random_load(*load)
 
 
+@settings(max_examples=30)
+@given(loads)
+def test_a_draft_with_other_tokens_keeps_its_slots_under_random_load(load):
+    """It reads one of the target's tokens as two of its own, and cannot propose it."""
+    ids = np.array([4, 0, MISSING, 3, 1])
+    tokens = TokenMap(ids, {b"a": 5, b"b": 6}, {2: b"ab"})
+    *load, _, seed = load
+    check_random_load(*load, None, seed, tokens=tokens)
+
+
 @pytest.mark.parametrize("model_type", SOME)
 @settings(max_examples=3)
 @given(load=loads)
@@ -374,9 +385,10 @@ def check_random_load(
     seed: int,
     *,
     model_type: str | None = None,
+    tokens: TokenMap | None = None,
 ):
     """Arrivals with common beginnings, cancellations, short slots, lost epochs; in step, and in any
-    order of stages and verdicts; with plain and with parallel drafts."""
+    order of stages and verdicts; with plain and parallel drafts, and those of other `tokens`."""
     rng = random.Random(seed)
     kept, interval = states
     told = config(
@@ -400,7 +412,7 @@ def check_random_load(
         requests.append(asked)
     waiting, open_, answers = list(requests), [], {}
     gone: set[int] = set()
-    how = {"draft_slots": draft_slots, "parallel": parallel}
+    how = {"draft_slots": draft_slots, "parallel": parallel, "tokens": tokens}
     how["make_model"] = ToyModel if model_type is None else recurrent_toy(model_type)
     toy = ToyPipeline(told, **how, answers=answers)
     while waiting or not toy.scheduler.admission.idle:

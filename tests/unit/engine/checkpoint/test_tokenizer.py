@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, compare_vocabularies
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -133,30 +132,3 @@ def test_a_tokenizer_that_is_none_of_the_package_tokenizers_is_refused(tmp_path:
     ByT5Tokenizer().save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").touch()
     assert "ByT5Tokenizer is none of the package tokenizers" in refusal(tmp_path)
-
-
-# --- target and draft -------------------------------------------------------------------------
-
-
-def with_vocabulary(**vocabulary: int) -> BackendTokenizer:
-    return BackendTokenizer(
-        json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}})
-    )
-
-
-def test_a_draft_with_the_tokenizer_of_the_target_is_not_read_twice() -> None:
-    compare_vocabularies(BackendTokenizer("not read"), BackendTokenizer("not read"))
-
-
-def test_different_vocabularies_are_counted_and_shown() -> None:
-    compare_vocabularies(with_vocabulary(a=0, b=1), with_vocabulary(b=1, a=0))
-    with pytest.raises(ModelError) as caught:
-        compare_vocabularies(
-            with_vocabulary(a=0, b=1, c=2, e=3), with_vocabulary(a=0, b=2, d=1, e=4)
-        )
-    message = str(caught.value)
-    assert "differ in 4 tokens" in message
-    assert "'b' (id 1 in the target, id 2 in the draft)" in message
-    assert "'c' (id 2 in the target, missing in the draft)" in message
-    assert "'d' (missing in the target, id 1 in the draft)" in message
-    assert "'e'" not in message, "three are enough"

@@ -233,7 +233,7 @@ class Rows:
     def holds(self, sequence: int, node: int) -> bool:
         return (sequence, node) in self.computed
 
-    def start_sequence(self, sequence: int, parent: int, shared: int, prompt_len: int) -> None:
+    def start_sequence(self, sequence: int, parent: int, shared: int, *_: int | None) -> None:
         self.read[sequence] = shared
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None: ...

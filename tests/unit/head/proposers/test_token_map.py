@@ -1,0 +1,149 @@
+"""Drafts with another vocabulary: which tokens are alike, and what such a draft proposes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pipespec.core import PARENT, POSITION, TOKEN, Request
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, same_tokens
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.proposer import Context
+from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.tree import ROOT, Tree
+from tests.helpers.toy_pipeline import ToyPipeline, text_of
+
+TEXT = [
+    "the cat sat on the mat",
+    "a hat that the cat ate, then sat on",
+    "über den Wolken\n\n  Ende",
+]
+ENDS = ["<|end|>", "<|im_end|>"]
+
+
+@cache
+def byte_level(size: int) -> BackendTokenizer:
+    """As those of Qwen, SmolLM2 and Llama 3."""
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=256 + size, initial_alphabet=alphabet)
+    found.train_from_iterator(TEXT, trainer)
+    found.add_special_tokens(ENDS)
+    return BackendTokenizer(found.to_str())
+
+
+@cache
+def with_raw_bytes() -> BackendTokenizer:
+    """As those of Llama 2 and Gemma: words begin with a mark, and bytes have names."""
+    raw = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    pieces = ["\u2581", *"thecasonmun,", "\u2581t", "th", "at", "\u2581the", "\u2581cat"]
+    known = {"<unk>": 0, **raw, **{piece: 257 + i for i, piece in enumerate(pieces)}}
+    found = Tokenizer(models.BPE(known, [], unk_token="<unk>", byte_fallback=True))
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    found.add_special_tokens(ENDS[:1])
+    return BackendTokenizer(found.to_str())
+
+
+def between(target: BackendTokenizer, draft: BackendTokenizer) -> TokenMap:
+    sizes = (len(target.get_vocab()) + 3, len(draft.get_vocab()))
+    eos = tuple([each.get_vocab()[ENDS[0]]] for each in (target, draft))
+    return TokenMap.between(target, draft, vocab_sizes=sizes, eos=eos)
+
+
+PAIRS = {
+    "fewer pairs": (byte_level(60), byte_level(20)),
+    "more pairs": (byte_level(20), byte_level(60)),
+    "words with a mark": (byte_level(60), with_raw_bytes()),
+    "bytes for marks": (with_raw_bytes(), byte_level(60)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+@given(st.text(max_size=12) | st.sampled_from(TEXT))
+def test_a_draft_reads_the_text_that_the_target_has(pair, text: str):
+    target, draft = pair
+    tokens = between(target, draft)
+    ids = target.encode(text, add_special_tokens=False)
+    read = [own for token in ids for own in tokens.tokens(token)]
+    # A vocabulary of pieces alone spells unknown characters by raw bytes.
+    assert draft.decode(read) == target.decode(ids)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+def test_tokens_are_alike_by_their_text_alone(pair):
+    target, draft = pair
+    tokens = between(target, draft)
+    known = np.flatnonzero(tokens.ids != MISSING)
+    assert len(set(tokens.ids[known])) == len(known), "no two are the same token"
+    for token in known.tolist():
+        one, other = target.decode([token]), draft.decode([int(tokens.ids[token])])
+        assert one == other
+    assert (tokens.ids[-3:] == MISSING).all(), "padding of the embedding"
+    assert tokens.share == pytest.approx(len(known) / len(draft.get_vocab()), abs=0.05)
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    assert tokens.ids[ours[ENDS[0]]] == theirs[ENDS[0]]
+    if {ENDS[1]} <= ours.keys() & theirs.keys():
+        assert tokens.ids[ours[ENDS[1]]] == theirs[ENDS[1]]
+
+
+def test_what_ends_a_text_is_alike_whatever_it_is_called():
+    words = {"<|end|>": 0, "</s>": 0}
+    target, draft = (
+        BackendTokenizer(
+            json.dumps(
+                {"model": {"type": "WordLevel", "vocab": {name: 0, "a": 1}, "unk_token": "a"}}
+            )
+        )
+        for name in words
+    )
+    asked = {"vocab_sizes": (2, 2)}
+    assert TokenMap.between(target, draft, **asked, eos=([0], [0])).ids.tolist() == [0, 1]
+    assert TokenMap.between(target, draft, **asked, eos=([0], [])).ids.tolist() == [MISSING, 1]
+    assert same_tokens(target, target) and not same_tokens(target, draft)
+    assert same_tokens(BackendTokenizer("not read"), BackendTokenizer("not read"))
+
+
+SPELLED = TokenMap(np.array([4, 0, MISSING, 3, 1]), {b"a": 5, b"b": 6}, {2: b"ab"})
+
+
+def test_rows_of_a_text_are_in_the_draft_s_tokens_and_positions():
+    context = Context(7, [1, 2, 0, 2], [0, 1, 2, 9], shared_len=2)
+    text = ReadText(context, SPELLED)
+    assert text.own.tokens == [0, 5, 6, 4, 5, 6]
+    assert [text.own.nodes[i] for i in (0, 2, 3, 5)] == [0, 1, 2, 9]
+    assert len(set(text.own.nodes)) == 6 and text.own.shared_len == 3
+    tree = Tree(9, 2, 2, 3, fed=True)
+    tree.add_children(np.array([ROOT]), np.array([[3, 2]]), np.log([[0.6, 0.3]]))
+    tree.add_children(np.array([1, 2]), np.array([[4], [4]]), np.log([[0.6], [0.3]]))
+    assert SPELLED.readable(tree).tolist() == [True, True, False, True, False]
+    rows = text.tree_rows(tree, np.array([1, 3]))
+    assert rows[:, TOKEN].tolist() == [3, 1] and rows[:, POSITION].tolist() == [6, 7]
+    assert rows[0, PARENT] == text.own.nodes[-1] == 9
+
+
+def test_a_draft_with_other_tokens_is_as_good_where_it_has_them_all():
+    """Its vocabulary is the target's in another order: every draft token is right, as without."""
+    requests = [Request(i, (1, 2, i), 20) for i in range(3)]
+    steps = []
+    for tokens in (None, TokenMap(np.array([4, 0, 2, 3, 1]), {}, {})):
+        told = SchedulerConfig(BestFirst(8, 2), 3, 1, 8, 90, 4, 16, num_slots=200, max_retained=8)
+        toy = ToyPipeline(told, draft_slots=200, answers={}, tokens=tokens)
+        for request in requests:
+            toy.add(request)
+        steps.append(0)
+        while not toy.scheduler.admission.idle:
+            toy.orderly_step()
+            steps[-1] += 1
+        assert all(toy.answers[each.id] == text_of(each, 3) for each in requests)
+    assert steps[0] == steps[1]
