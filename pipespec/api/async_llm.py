@@ -22,7 +22,7 @@ from pipespec.api.prompts import (
     tokenize_chats,
     tokenize_prompts,
 )
-from pipespec.api.sampling_params import SamplingParams
+from pipespec.api.sampling_params import Sampling, SamplingParams
 from pipespec.client import registry
 from pipespec.client.answers import Answer, fresh_seed
 from pipespec.client.async_client import AsyncAnswer, AsyncClient, attach
@@ -35,7 +35,7 @@ from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
 from pipespec.core import Request
 from pipespec.core import SamplingParams as RequestParams
-from pipespec.errors import PipespecError, RankFailed
+from pipespec.errors import ConfigError, PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
 from pipespec.text import FinalText
@@ -135,12 +135,12 @@ class AsyncLLM:
     # --- texts --------------------------------------------------------------------------------
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None
     ) -> list[RequestOutput]:
         """The answers to one prompt or several, in their order.
 
-        A prompt is a text or a list of token ids. Without `sampling_params` the cluster's own
-        settings `decode` and `sampling` hold.
+        A prompt is a text or a list of token ids. `sampling_params` are of all prompts, or a list
+        with one for each; without them the cluster's own settings `decode` and `sampling` hold.
 
         Raises:
             PromptError: a prompt is empty or too long; ConfigError: a parameter is out of range.
@@ -151,7 +151,7 @@ class AsyncLLM:
     async def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Sampling = None,
     ) -> list[RequestOutput]:
         """The next message of one conversation or of several, by the model's chat template. A
         conversation is a list of {"role": ..., "content": ...}. Raises as `generate`."""
@@ -233,13 +233,17 @@ class AsyncLLM:
     # --- requests -----------------------------------------------------------------------------
 
     async def _answer(
-        self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
+        self, asked: Sequence[Tokenized], sampling_params: Sampling
     ) -> list[RequestOutput]:
-        params = self._params(sampling_params, len(asked))
+        chosen = for_each(sampling_params, len(asked))
+        if len({*map(id, chosen)}) > 1:
+            params = [self._params(each, 1)[0] for each in chosen]
+        else:  # a grammar is compiled once
+            params = self._params((*chosen, None)[0], len(asked))
         async with self._client.follow() as followed:
             requests = [
-                await self._submit(followed, prompt, of_prompt, sampling_params)
-                for prompt, of_prompt in zip(asked, params, strict=True)
+                await self._submit(followed, *each)
+                for each in zip(asked, params, chosen, strict=True)
             ]
             by_number = {one.number: one for ones in requests for one in ones}
             while len(followed):
@@ -255,11 +259,12 @@ class AsyncLLM:
         self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
     ) -> AsyncGenerator[str]:
         (prompt,) = asked
-        (params,) = self._params(sampling_params, 1)
+        (chosen,) = for_each(sampling_params, 1)
+        (params,) = self._params(chosen, 1)
         if len(params) > 1:
             raise PipespecError(f"A stream has one answer, but n is {len(params)}; leave it out.")
         async with self._client.follow() as followed:
-            (request,) = await self._submit(followed, prompt, params, sampling_params)
+            (request,) = await self._submit(followed, prompt, params, chosen)
             while len(followed):
                 for _, event in await followed.next():
                     if piece := request.receive(event):
@@ -303,3 +308,16 @@ class AsyncLLM:
             PendingRequest(one, number, began, Answer(text))
             for one, number, text in zip(params, numbers, texts, strict=True)
         ]
+
+
+def for_each(given: Sampling, num_prompts: int) -> list[SamplingParams | None]:
+    """Those of each prompt. Raises ConfigError."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    chosen: list[Any] = [*given] if isinstance(given, list | tuple) else [given]
+    if len(chosen) != num_prompts or not all(isinstance(e, SamplingParams) for e in chosen):
+        raise ConfigError(
+            f"sampling_params must be one SamplingParams, or a list of {num_prompts}, one for each "
+            "prompt."
+        )
+    return chosen

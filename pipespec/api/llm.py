@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pipespec.api.async_llm import AsyncLLM
 from pipespec.api.outputs import RequestOutput
 from pipespec.api.prompts import Conversation, Message, Prompt
-from pipespec.api.sampling_params import SamplingParams
+from pipespec.api.sampling_params import Sampling, SamplingParams
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.sync_client import LoopThread
 from pipespec.errors import PipespecError
@@ -72,7 +72,7 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None
     ) -> list[RequestOutput]:
         """As `AsyncLLM.generate`."""
         return self._thread.run(self._opened.generate(prompts, sampling_params))
@@ -80,7 +80,7 @@ class LLM:
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Sampling = None,
     ) -> list[RequestOutput]:
         """As `AsyncLLM.chat`."""
         return self._thread.run(self._opened.chat(messages, sampling_params))

@@ -176,6 +176,10 @@ class SamplingParams:
         return made
 
 
+# Of all prompts, or of each; None: the cluster's own settings.
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+
+
 @cache
 def _kinds() -> Mapping[str, Any]:
     """The types of fields that are kept as they are given."""

@@ -107,6 +107,15 @@ def test_several_answers_differ_and_their_seeds_repeat_them(llm: LLM) -> None:
     assert output.prompt_logprobs is None
 
 
+def test_each_prompt_may_have_its_own_parameters(llm: LLM, expected: list[list[int]]) -> None:
+    longer, shorter = (SamplingParams(max_tokens=count) for count in (8, 3))
+    outputs = llm.generate(PROMPTS[:2], [longer, shorter])
+    assert [each.outputs[0].token_ids for each in outputs] == [expected[0][:8], expected[1][:3]]
+    for wrong in ([longer], [longer, {}], {"max_tokens": 3}):
+        with pytest.raises(ConfigError, match="or a list of 2, one for each prompt"):
+            llm.generate(PROMPTS[:2], wrong)
+
+
 def test_what_a_request_cannot_have_is_refused(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="logit_bias names the token 99999"):
         llm.generate(PROMPTS[0], SamplingParams(logit_bias={99999: 1}))
