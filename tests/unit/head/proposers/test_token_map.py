@@ -13,12 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pipespec.core import PARENT, POSITION, TOKEN, Request
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, same_tokens
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.proposer import Context
+from pipespec.head.proposer import Context, ProposalRequest
+from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.tree import ROOT, Tree
-from tests.helpers.toy_pipeline import ToyPipeline, text_of
+from tests.helpers.toy_pipeline import VOCABULARY, ForeignToy, ToyPipeline, text_of
 
 TEXT = [
     "the cat sat on the mat",
@@ -130,6 +132,22 @@ def test_rows_of_a_text_are_in_the_draft_s_tokens_and_positions():
     rows = text.tree_rows(tree, np.array([1, 3]))
     assert rows[:, TOKEN].tolist() == [3, 1] and rows[:, POSITION].tolist() == [6, 7]
     assert rows[0, PARENT] == text.own.nodes[-1] == 9
+
+
+def test_nothing_follows_a_token_that_the_draft_lacks_and_it_proposes_none():
+    runner = SliceRunner(ForeignToy(50, SPELLED), 50)
+    proposer = DraftModelProposer(runner, 8, VOCABULARY, tokens=SPELLED)
+    context, tree = Context(0, [1, 2], [0, 1]), Tree(1, 0, 2, 1, fed=True)
+    proposer.start_sequence(context)
+    for nodes in ([ROOT], [1, 2]):
+        if nodes != [ROOT]:  # another proposer has added the token
+            tree.add_children(np.array([ROOT]), np.array([[3, 2]]), np.log([[0.6, 0.3]]))
+        (found,) = proposer.propose([ProposalRequest(context, tree, np.array(nodes))], VOCABULARY)
+        assert found is not None and sorted(found.parents.tolist()) == nodes
+        proposed = found.tokens[np.isfinite(found.logps)]
+        assert set(proposed.tolist()) == {0, 1, 3, 4} and len(proposed) == 4
+    assert not np.isfinite(found.logps[found.parents == 2]).any()
+    runner.check_integrity()
 
 
 def test_a_draft_with_other_tokens_is_as_good_where_it_has_them_all():
