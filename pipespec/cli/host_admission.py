@@ -161,15 +161,21 @@ def look_after_host(
         session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
         go_on_without(name, changes, on_log)
         return
+    told = changes.ranks_of(session.host)
     while True:
         session.changed.wait(LOOK_S)
         session.changed.clear()
         if changes.over():
             return
+        if told != (told := changes.ranks_of(session.host)) and told:
+            tell(f"it computes {told}")
         if (failure := changes.failure(name)) is not None:
             break
         if session.lost_s > patience_s + LONGER_S:
-            failure = f"it was away for {session.lost_s:.0f} s"
+            failure = (
+                f"it was away for {session.lost_s:.0f} s, so the others go on without it; "
+                "it may join again with a new token"
+            )
             break
         if session.leaving:
             session.leaving = False

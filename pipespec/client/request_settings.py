@@ -8,7 +8,7 @@ from typing import Any
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.config.compose import compose_sections
+from pipespec.config.compose import compose, compose_sections
 from pipespec.config.overrides import no_setting
 from pipespec.config.schema import Config, DecodeConfig
 from pipespec.core import SamplingParams
@@ -76,6 +76,7 @@ class RequestSettings:
             if not separator:
                 raise no_setting(text)
             if group(text) not in PER_REQUEST or key in SETTLED:
+                compose([text])  # what does not exist is refused so
                 raise ConfigError(
                     f"{key!r} was settled when the cluster {running.name!r} started; a request to "
                     "it may set decode.* and sampling.* only (decode.prefill_chunk not)."

@@ -14,6 +14,25 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 STDIN = "-"
+# What options of vLLM and llama.cpp are called here.
+SETTINGS = {
+    "--max-model-len": "model.context",
+    "--ctx-size": "model.context",
+    "--tensor-parallel-size": "cluster.tensor_parallel",
+    "--pipeline-parallel-size": "cluster.stages",
+    "--max-num-seqs": "scheduler.max_num_seqs",
+    "--max-tokens": "decode.max_new_tokens",
+    "--n-predict": "decode.max_new_tokens",
+    "--temperature": "sampling.temperature",
+    "--temp": "sampling.temperature",
+    "--top-p": "sampling.top_p",
+    "--top-k": "sampling.top_k",
+    "--seed": "sampling.seed",
+    "--dtype": "model.dtype",
+    "--quantization": "model.quantization",
+    "--kv-cache-dtype": "model.kv_dtype",
+    "--kv-cache-memory": "model.kv_memory",
+}
 # Options that are settings, as other tools name them.
 MODELS = {"-m": "model.target", "--model": "model.target", "--draft": "model.draft"}
 
@@ -78,6 +97,8 @@ def words(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = False)
             name = argument.partition("=")[0]
             near = get_close_matches(name, [*known, *MODELS], n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help."
+            if name in SETTINGS:
+                hint = f"set {SETTINGS[name]}=VALUE."
             raise ConfigError(f"The option {name!r} does not exist; {hint}")
     return [each for each in rest if each != STDIN]
 

@@ -35,6 +35,12 @@ async def connected(host: Host) -> AsyncIterator[Connection]:
     yield await session.connection()
 
 
+def is_away(host: Host) -> bool:
+    """Whether a host that has joined is not connected now."""
+    session = _sessions.get(host.ssh or "")
+    return session is not None and session.lost_s > 0
+
+
 def message(**fields: Any) -> bytes:
     """A line of what launcher and host tell each other."""
     return json.dumps(fields).encode() + b"\n"

@@ -16,6 +16,7 @@ from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
+from pipespec.cluster.host_link.host_session import is_away
 from pipespec.cluster.join.host_steps import HostSteps
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
@@ -34,10 +35,10 @@ from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
-# Seconds in which the workers of a new host must have imported torch, the host must be measured,
-# and without a byte of what is fetched; and in which an epoch must begin once all workers of a
-# layout are there.
-IMPORTING_S, MEASURING_S, STILL_S, BEGINNING_S = 120.0, 120.0, 30.0, 30.0
+# Seconds in which hosts that are away must be back or given up, the workers of a new host must have
+# imported torch, it must be measured, and without a byte of what is fetched; and in which an epoch
+# must begin once all workers of a layout are there.
+AWAY_S, IMPORTING_S, MEASURING_S, STILL_S, BEGINNING_S = 180.0, 120.0, 120.0, 30.0, 30.0
 
 
 class HostChanges:
@@ -88,7 +89,9 @@ class HostChanges:
                 raise HostFailed(f"{host.name} has left before it had joined")
 
         steps = HostSteps(host.name, tell, require)
-
+        if names := self._away():
+            steps.begin(f"it waits until {names} is back or given up", AWAY_S)
+            steps.wait(lambda: not self._away())
         found = steps.run(partial(measured, host, self.deployment, steps, self._distribute))
         # It imports what its workers need while the weights come.
         agent = self._guests[host.name] = self._agents.add(host)
@@ -139,6 +142,12 @@ class HostChanges:
         del self._guests[name]
         self._watch_workers()
         self._agents.remove(guest)
+
+    def _away(self) -> str:
+        """The hosts that have joined and are not connected now, in words."""
+        return " and ".join(
+            guest.host.name for guest in [*self._guests.values()] if is_away(guest.host)
+        )
 
     def _fetch(self, after: Deployment, steps: HostSteps) -> None:
         """Give the hosts of a deployment their weights."""

@@ -70,6 +70,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "nowhere"], "'nowhere' is not a setting, as name=value, nor a model's folder"),
         (["bench", "/x", "/y"], "Targets are /x and /y; name the draft by --draft"),
         (["up", "--modle", "/x"], "did you mean --model?"),
+        (
+            ["serve", "--max-model-len", "512"],
+            "'--max-model-len' does not exist; set model.context",
+        ),
         (["bench", "--num-prompts", "few"], "invalid int value: 'few'"),
         (["bench", "--request-rate", "1e30"], "1000000000, or inf"),
         (["bench", "--dataset", "/no/such/file"], "No such file"),

@@ -176,3 +176,17 @@ def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(
         cluster.asked_to_leave = True
         with pytest.raises(PipespecError, match="slow has left before it had joined"):
             work.result(20)
+
+
+def test_a_host_waits_for_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers can be laid out anew once that is back, or was given up."""
+    with closing(Cluster(monkeypatch, "")) as cluster, ThreadPoolExecutor() as pool:
+        cluster.join(QUICK)
+        away = {QUICK.name}
+        monkeypatch.setattr(host_changes, "is_away", lambda host: host.name in away)
+        joining = pool.submit(cluster.join, SLOW)
+        until(lambda: any("quick is back or given up" in each for each in cluster.sentences))
+        assert not joining.done() and cluster.names == ["quick"]
+        away.clear()
+        joining.result()
+        assert cluster.names == ["quick", "slow"]
