@@ -321,7 +321,7 @@ def explain(placement: Placement) -> None:
 
 
 def on_log(source: str, line: str) -> None:
-    print_error(f"{source}: {line}")
+    print_error(f"{time.strftime('%m-%d %H:%M:%S')} {source}: {line}")
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
