@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,6 @@ from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.weights.peer import OnProgress, OnWarning, Peer, at_once
 from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
-from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, repository_of
@@ -146,28 +145,26 @@ class WeightMoves:
             done.add(key)
 
 
+@dataclass
 class _Model:
     """Moves the weights of one model to hosts, which call it `shared`, and the launcher `kind`."""
 
-    def __init__(
-        self,
-        kind: str,
-        path: Path,
-        shared: Repository,
-        peers: list[Peer],
-        certificate: Callable[[], Certificate],
-        on_warning: OnWarning,
-        over: threading.Event,
-    ) -> None:
-        self.kind, self.path, self.shared, self.peers = kind, path, shared, peers
-        self._hub = HubSource(shared.repo, shared.commit) if shared.on_hub else None
-        self._certificate, self._on_warning, self._over = certificate, on_warning, over
+    kind: str
+    path: Path
+    shared: Repository
+    peers: list[Peer]
+    certificate: Callable[[], Certificate]
+    on_warning: OnWarning
+    over: threading.Event
+
+    def __post_init__(self) -> None:
+        self._hub = HubSource(self.shared.repo, self.shared.commit) if self.shared.on_hub else None
         self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
         """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self._over, self._hub)
+        return at_once(self.peers, task, self.over, self._hub)
 
     def prepare(self, peer: Peer) -> bool:
         """Have a host find the folder of the model; whether it has all that it needs."""
@@ -184,22 +181,21 @@ class _Model:
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
-            self.at_once(partial(self._listen, certificate=self._certificate()))
+            self.at_once(partial(self._listen, certificate=self.certificate()))
         while any(peer.lacks for peer in self.peers):
             plan = plan_round(
                 {peer.name: peer.lacks for peer in self.peers},
                 {peer.name: peer.has for peer in self.peers if peer.name not in self._left_out},
                 on_hub=self._hub is not None,
             )
-            self.at_once(partial(self._get, plan=plan))
+            self.at_once(lambda peer, plan=plan: self._get(peer, plan.get(peer.name, {})))
         self.at_once(lambda peer: peer.call("end"))
 
     def _blocks(self, peer: Peer) -> Iterator[Block]:
         """Those with small files, headers, and the tensors that a host needs."""
-        found = blocks_needed(self.path, peer.parts)
-        of = {file.name: blocks for file, blocks in found.items()}
+        needed = blocks_needed(self.path, peer.parts)
         for name, file in self.shared.files.items():
-            for number in of.get(name, blocks_of([(0, file.size)])):
+            for number in needed.get(name, blocks_of([(0, file.size)])):
                 yield name, number
 
     def _place(self, block: Block) -> Range:
@@ -207,10 +203,10 @@ class _Model:
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
-        peer.note(peer.call("offer", blocks=wanted))
+        peer.add(peer.call("offer", blocks=wanted))
         peer.wanted += sum(stop - start for start, stop in map(self._place, peer.lacks))
         if peer.lacks:
-            peer.moved(0)
+            peer.noted(moved=0)
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
         """Let other hosts read from a host, and it from them, for this model and the next ones."""
@@ -222,57 +218,51 @@ class _Model:
             address = address and resolve(address)
         where = {"address": address, "interface": peer.host.interface}
         try:
-            peer.url = peer.call("listen", **where, cert=certificate.cert, key=certificate.key)
+            peer.url = peer.call("listen", **where, **asdict(certificate))
         except ModelError as error:
-            self._on_warning(
+            self.on_warning(
                 f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
                 "it passes through the launcher; correct its address or interface in the hosts "
                 "file."
             )
 
-    def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
+    def _source(self, name: str) -> Peer | HubSource:
+        hosts = {peer.name: peer for peer in self.peers}
+        source = self._hub if name == HUB else hosts[name]
+        assert source is not None, "the plan names no other"
+        return source
+
+    def _get(self, peer: Peer, transfers: Transfers) -> None:
         """Have a host get blocks from sources, or read them for it. Raises ModelError."""
-        peers = {each.name: each for each in self.peers}
         direct: list[dict[str, Any]] = []
-        for name, blocks in plan.get(peer.name, {}).items():
-            source = peers.get(name)
-            wanted = [(*block, source and source.has[block]) for block in blocks]
-            known = {"name": name, "host": source is not None}
-            urls: Mapping[str, str] = {}
-            if (peer.name, name) not in self._relayed:
-                urls = self._urls(source, {file for file, _ in blocks})
-            if urls:
+        for name, blocks in transfers.items():
+            source = self._source(name)
+            hashes = source.has if isinstance(source, Peer) else {}
+            wanted = [(*block, hashes.get(block)) for block in blocks]
+            known = {"name": name, "host": name != HUB}
+            relayed = (peer.name, name) in self._relayed
+            if urls := {} if relayed else source.urls({file for file, _ in blocks}):
                 direct.append({**known, "urls": urls, "wanted": wanted})
                 continue
-            of = self._hub if source is None else source.source()
-            assert of is not None, "the plan names no other"
             for block, one in zip(blocks, wanted, strict=True):
-                data = of.read(block[0], self._place(block), self.shared.files[block[0]].size)
+                data = source.read(block[0], self._place(block), self.shared.files[block[0]].size)
                 text = base64.b64encode(data).decode()
-                self._fetch(peer, peers, [{**known, "data": text, "wanted": [one]}])
+                self._fetch(peer, [{**known, "data": text, "wanted": [one]}])
         if direct:
-            self._fetch(peer, peers, direct)
+            self._fetch(peer, direct)
 
-    def _urls(self, source: Peer | None, files: set[str]) -> Mapping[str, str]:
-        """Where hosts read files of another one, or of the hub; nothing: they cannot."""
-        if source is not None:
-            return {each: url_of(source.url, each) for each in files} if source.url else {}
-        assert self._hub is not None
-        return self._hub.urls(files)
-
-    def _fetch(
-        self, peer: Peer, peers: Mapping[str, Peer], sources: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _fetch(self, peer: Peer, sources: Sequence[Mapping[str, Any]]) -> None:
         lacked = len(peer.lacks)
         found = peer.call("fetch", sources=sources)
-        peer.note(found["has"])
-        for of, why in zip(sources, found["failed"], strict=True):
-            if why is not None and (source := peers.get(of["name"])) is not None:
+        peer.add(found["has"])
+        for name, why in found["failed"].items():
+            source = self._source(name)
+            if isinstance(source, Peer):
                 self._give_up(peer, source, why)
-            elif why is not None and self._hub is not None:
-                self._hub.located.clear()  # its URLs may have expired
+            else:
+                source.located.clear()  # its URLs may have expired
                 if len(peer.lacks) == lacked:
-                    self._relayed.add((peer.name, HUB))
+                    self._relayed.add((peer.name, name))
 
     def _give_up(self, peer: Peer, source: Peer, why: str) -> None:
         """A host could not read from another one, which has perhaps sent wrong bytes."""
@@ -280,13 +270,13 @@ class _Model:
             if (ended := source.failure(ENDED_S)) is not None:
                 raise ended
             self._relayed.add((peer.name, source.name))
-            self._on_warning(
+            self.on_warning(
                 f"{peer.name} cannot read weights from {source.name} at "
                 f"{urlsplit(source.url or '').hostname} ({why}), so they pass through the "
                 "launcher; check the network between them, and let its firewalls admit TCP."
             )
         elif self._left_out.setdefault(source.name, peer.name) == peer.name:
-            self._on_warning(
+            self.on_warning(
                 f"{source.name} sends wrong bytes of the {self.kind} (to {peer.name}), so it is "
                 "left out; check its disk, and remove its folder of that model with `pipespec "
                 "cache prune` there."

@@ -4,20 +4,18 @@ included, as the launcher sees it."""
 from __future__ import annotations
 
 import base64
-import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from pipespec.cluster.host_link.programs import Conversation
-from pipespec.cluster.weights.host import ALIVE_S, lines_of
 from pipespec.cluster.weights.plan import Block
+from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint.parts.parts_file import Range
-from pipespec.engine.checkpoint.parts.sources import GivenSource, HubSource
-from pipespec.errors import HostFailed, ModelError, RankFailed
-from pipespec.system.versions import has_own_protocol, own_version
+from pipespec.engine.checkpoint.parts.sources import HubSource
+from pipespec.errors import ModelError, RankFailed
 
 T = TypeVar("T")
 MODULE = "pipespec.cluster.weights.host"
@@ -48,67 +46,34 @@ class Peer(Conversation):
         self.url: str | None = None
         self.has_listened = False
         self._on_progress, self._on_warning = on_progress, on_warning
-        self._lines = lines_of(self._output)
-        self._calling, self._over = threading.Lock(), threading.Event()
         self._moved = self.wanted = 0
-        self._understood = False  # it has told its version, which is known to be this one's
-        threading.Thread(target=self._show_life, daemon=True).start()
 
-    def __exit__(self, *details: object) -> None:
-        self._over.set()
-        super().__exit__(*details)
+    def refusal(self, sentence: str) -> ModelError:
+        return ModelError(sentence if self.host.shares_caches else f"{self.name}: {sentence}")
 
-    def call(self, do: str, **arguments: Any) -> Any:
-        """What a function of the host returns. Raises ModelError, HostFailed."""
-        with self._calling:
-            self.write(json.dumps({"do": do, **arguments}))
-            for line in self._lines:
-                found = json.loads(line)
-                if not self._understood:
-                    self._require(found.get("version", "of another version"))
-                elif "result" in found:
-                    return found["result"]
-                elif "moved" in found:
-                    self.moved(found["moved"])
-                elif "warning" in found:
-                    self._on_warning(f"{self.name}: {found['warning']}")
-                else:
-                    prefix = "" if self.host.shares_caches else f"{self.name}: "
-                    raise ModelError(f"{prefix}{found['error']}")
-        raise self.silence()
+    def noted(self, **said: Any) -> None:
+        """It warns, or has got so many bytes more."""
+        if "warning" in said:
+            self._on_warning(f"{self.name}: {said['warning']}")
+        elif "moved" in said:
+            self._moved += said["moved"]
+            self._on_progress(self.name, self._moved, self.wanted)
 
-    def _require(self, version: str) -> None:
-        if not has_own_protocol(version):
-            raise HostFailed(
-                f"{self.name}: pipespec there is {version}, but that of the launcher is "
-                f"{own_version()}; install the same on all hosts"
-            )
-        self._understood = True
-
-    def moved(self, count: int) -> None:
-        """It has got so many bytes more."""
-        self._moved += count
-        self._on_progress(self.name, self._moved, self.wanted)
-
-    def note(self, has: Iterable[tuple[str, int, str | None]]) -> None:
+    def add(self, has: Iterable[tuple[str, int, str | None]]) -> None:
         """These blocks are here, with their hashes."""
         self.has.update({(file, number): sha for file, number, sha in has})
         self.lacks -= self.has.keys()
 
-    def source(self) -> GivenSource:
-        """The files of the model on this host, read through its process."""
+    def urls(self, files: Iterable[str]) -> Mapping[str, str]:
+        """Where other hosts read its files; nothing: they cannot."""
+        return {} if self.url is None else {each: url_of(self.url, each) for each in files}
 
-        def read(file: str, part: Range) -> bytes:
-            data = self.call("read", file=file, start=part[0], stop=part[1])
-            if len(found := base64.b64decode(data)) != part[1] - part[0]:
-                raise ModelError(f"{self.name}: {file} has changed; start again")
-            return found
-
-        return GivenSource(self.name, read)
-
-    def _show_life(self) -> None:
-        while not self._over.wait(ALIVE_S):
-            self.write("")
+    def read(self, file: str, part: Range, size: int) -> bytes:
+        """A part of one of its files, read through its process."""
+        data = base64.b64decode(self.call("read", file=file, start=part[0], stop=part[1]))
+        if len(data) != part[1] - part[0]:
+            raise ModelError(f"{self.name}: {file} has changed; start again")
+        return data
 
 
 def at_once(

@@ -66,15 +66,16 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
     return found
 
 
-def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
-    """The blocks of each weight file that is here with its header or tensors of these parts. Raises
-    ModelError."""
+def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
+    """The blocks of each weight file that is here with its header or tensors of these parts, by the
+    file's name. Raises ModelError."""
     files = open_files(path)
     found, names = {}, files.names_by_file(parts)
     for file in filter(Path.is_file, files.weight_files()):
         ranges = ranges_of(file)
         header = 0, min((start for start, _ in ranges.values()), default=file.stat().st_size)
-        found[file] = blocks_of([header, *map(ranges.__getitem__, names.get(file, {}).values())])
+        own = map(ranges.__getitem__, names.get(file, {}).values())
+        found[file.name] = blocks_of([header, *own])
     return found
 
 
@@ -157,20 +158,21 @@ def fetch_parts(path: Path, parts: Collection[str]) -> int:
     """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
     fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
     be fetched."""
-    if not (lacking := missing(path, parts)):
-        return 0
     folder = folder_of_checkpoint(path)
     repository = read_repository(folder)
     if repository is None or not repository.on_hub:
-        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
+        require_parts(path, parts)
+        return 0
+    if not missing(path, parts):
+        return 0
     with sole_fetcher(folder):
-        stored, needed = repository.files, blocks_needed(path, parts)
-        files = {PartsFile.create(each, stored[each.name].size): needed[each] for each in needed}
-        wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
+        needed = blocks_needed(path, parts)
+        files = make_files(repository, needed)
+        wanted = {of: [b for b in needed[name] if not of.has(b)] for name, of in files.items()}
         fetch_all(HubSource(repository.repo, repository.commit), wanted)
-        for each in files:
-            each.compare(stored[each.path.name].sha256)
-    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
+        for name, file in files.items():
+            file.compare(repository.files[name].sha256)
+    return sum(file.num_bytes(blocks) for file, blocks in wanted.items())
 
 
 def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:

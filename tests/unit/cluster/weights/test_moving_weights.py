@@ -20,9 +20,11 @@ import yaml
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import WeightsPending
+from pipespec.cluster.host_link import calls
+from pipespec.cluster.host_link.calls import lines_of
 from pipespec.cluster.weights import distribution, host
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
-from pipespec.cluster.weights.host import WeightHost, lines_of
+from pipespec.cluster.weights.host import WeightHost
 from pipespec.cluster.weights.peer import Peer as FarPeer
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.compose import compose
@@ -105,7 +107,7 @@ def test_a_signal_does_not_wait_for_a_host_that_hangs(
 def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host, "SILENCE_S", 0.01)
+    monkeypatch.setattr(calls, "SILENCE_S", 0.01)
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as stream, os.fdopen(writer, "wb", buffering=0) as sink:
         sink.write(b"\none\n\na long ")
@@ -166,14 +168,14 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
     source = {"name": "alpha", "host": True, "data": text}
     for each in hosts:
-        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": [None]}
+        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": {}}
     assert moved == [len(data)]
     # Between two calls nobody holds the lock; what was noted as here must stay.
     for entry in entries():
         with pytest.raises(ModelError, match=r"^a distribution uses .*; wait until it has ended$"):
             remove(entry)
     wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
-    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": [""]}
+    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": {"alpha": ""}}
     for used in (used for each in hosts for used in each._used.values()):
         os.close(used)
     for entry in entries():
