@@ -11,7 +11,8 @@ from __future__ import annotations
 import base64
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -21,8 +22,9 @@ from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
-from pipespec.cluster.weights.peer import OnProgress, OnWarning, Peer, at_once
+from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
+from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, repository_of
@@ -35,10 +37,92 @@ from pipespec.system.network_interfaces import resolve
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+MODULE = "pipespec.cluster.weights.host"
+ENDING_S, ENDED_S = 5.0, 1.0  # that a host's process may take to end, and to show that it has
+OVER_S = 0.1  # between looks whether the cluster is over
+# Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
+OnProgress = Callable[[str, int, int], None]
+# Called with a sentence on a host that waits, is left out, or cannot be reached by another one.
+OnWarning = Callable[[str], None]
 LAUNCHER_NAME = "the launcher"
-ENDED_S = 1.0  # within which it is known that it has ended
 # Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
 Distribute = Callable[..., object]
+
+
+class Peer(Conversation):
+    """The process of a host, which ends with the block. Of one model after another it needs
+    `parts`, has blocks, with their hashes (None of a file that is whole), and lacks others; of all
+    it lacked `wanted` bytes. Other hosts can read from it at its `url`; None: through the launcher.
+    Raises HostFailed."""
+
+    def __init__(
+        self,
+        host: Host,
+        on_progress: OnProgress = lambda *_: None,
+        on_warning: OnWarning = lambda _: None,
+    ) -> None:
+        super().__init__(host, MODULE, ENDING_S)
+        self.name, self.parts = host.name, set[str]()
+        self.has: dict[Block, str | None] = {}
+        self.lacks: set[Block] = set()
+        self.url: str | None = None
+        self.has_listened = False
+        self._on_progress, self._on_warning = on_progress, on_warning
+        self._moved = self.wanted = 0
+
+    def refusal(self, sentence: str) -> ModelError:
+        return ModelError(sentence if self.host.shares_caches else f"{self.name}: {sentence}")
+
+    def noted(self, **said: Any) -> None:
+        """It warns, or has got so many bytes more."""
+        if "warning" in said:
+            self._on_warning(f"{self.name}: {said['warning']}")
+        elif "moved" in said:
+            self._moved += said["moved"]
+            self._on_progress(self.name, self._moved, self.wanted)
+
+    def add(self, has: Iterable[tuple[str, int, str | None]]) -> None:
+        """These blocks are here, with their hashes."""
+        self.has.update({(file, number): sha for file, number, sha in has})
+        self.lacks -= self.has.keys()
+
+    def urls(self, files: Iterable[str]) -> Mapping[str, str]:
+        """Where other hosts read its files; nothing: they cannot."""
+        return {} if self.url is None else {each: url_of(self.url, each) for each in files}
+
+    def read(self, file: str, part: Range, size: int) -> bytes:
+        """A part of one of its files, read through its process."""
+        data = base64.b64decode(self.call("read", file=file, start=part[0], stop=part[1]))
+        if len(data) != part[1] - part[0]:
+            raise ModelError(f"{self.name}: {file} has changed; start again")
+        return data
+
+
+def at_once(
+    peers: Sequence[Peer],
+    task: Callable[[Peer], T],
+    over: threading.Event | None = None,
+    hub: HubSource | None = None,
+) -> list[T]:
+    """What a task returns for each host. Raises what the first one raised, also a signal, or
+    RankFailed if the cluster is `over`, and then ends what all hosts do."""
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        futures = [pool.submit(task, peer) for peer in peers]
+        try:
+            while True:
+                done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                if over is not None and over.is_set():
+                    raise RankFailed("The cluster has ended.")
+                if not left:
+                    return [each.result() for each in futures]
+        except BaseException:
+            if hub is not None:
+                hub.stopped.set()
+            for peer in peers:
+                peer.end()
+            raise
 
 
 def shared_models(deployment: Deployment) -> dict[str, Repository]:
@@ -188,7 +272,7 @@ class _Model:
                 {peer.name: peer.has for peer in self.peers if peer.name not in self._left_out},
                 on_hub=self._hub is not None,
             )
-            self.at_once(lambda peer, plan=plan: self._get(peer, plan.get(peer.name, {})))
+            self.at_once(partial(self._get, plan=plan))
         self.at_once(lambda peer: peer.call("end"))
 
     def _blocks(self, peer: Peer) -> Iterator[Block]:
@@ -232,10 +316,10 @@ class _Model:
         assert source is not None, "the plan names no other"
         return source
 
-    def _get(self, peer: Peer, transfers: Transfers) -> None:
+    def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
         """Have a host get blocks from sources, or read them for it. Raises ModelError."""
         direct: list[dict[str, Any]] = []
-        for name, blocks in transfers.items():
+        for name, blocks in plan.get(peer.name, {}).items():
             source = self._source(name)
             hashes = source.has if isinstance(source, Peer) else {}
             wanted = [(*block, hashes.get(block)) for block in blocks]

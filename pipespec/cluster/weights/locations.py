@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.weights.peer import Peer, at_once
+from pipespec.cluster.weights.distribution import Peer, at_once
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config

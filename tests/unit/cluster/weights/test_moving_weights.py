@@ -23,9 +23,9 @@ from pipespec.cluster.deployment.rank_assignment import WeightsPending
 from pipespec.cluster.host_link import calls
 from pipespec.cluster.host_link.calls import lines_of
 from pipespec.cluster.weights import distribution, host
+from pipespec.cluster.weights.distribution import Peer as FarPeer
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost
-from pipespec.cluster.weights.peer import Peer as FarPeer
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
