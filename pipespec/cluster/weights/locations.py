@@ -96,16 +96,14 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(host)) for host in others]
         for kind, path in absent.items():
-            told = at_once(peers, partial(_asked, kind, path))
-            errors = [each for each in told if isinstance(each, ModelError)]
-            # Of several hosts that have one, the first in the hosts file.
-            for peer, each in zip(peers, told, strict=True):
-                if isinstance(each, tuple):
+            told = zip(peers, at_once(peers, partial(_asked, kind, path)), strict=True)
+            # Of several hosts that have one, the first in the hosts file; if none has, an error.
+            for peer, each in sorted(told, key=lambda pair: isinstance(pair[1], ModelError)):
+                if isinstance(each, ModelError):
+                    raise each
+                if each is not None:
                     found[kind] = open_repository(GivenSource(peer.name, peer.read), *each)
                     break
-            else:
-                for error in errors:
-                    raise error
     return found
 
 

@@ -34,6 +34,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import repository_of
 from pipespec.engine.checkpoint.parts.folder import entries, remove
 from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
+from pipespec.system.versions import own_version
 
 NUM_LAYERS = 16  # of the demo's target
 PATIENCE_S = 60.0
@@ -146,6 +147,17 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
         pytest.raises(HostFailed, match=r"^beta: pipespec there is .*; install the same on all"),
     ):
         peer.call("prepare")
+
+
+def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
+    lines = ("Welcome", "3", "{}", json.dumps({"version": own_version()}), '{"result": 7}')
+    program = tmp_path / "python"
+    program.write_text(
+        "\n".join(["#!/bin/sh", *(f"echo '{each}'" for each in lines), "read _", ""])
+    )
+    program.chmod(0o700)
+    with FarPeer(ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))) as peer:
+        assert peer.call("prepare") == 7
 
 
 # --- hosts that share a folder ----------------------------------------------------------------
