@@ -93,7 +93,7 @@ def own_path(path: Path, shared: Repository | None, parts: Collection[str]) -> P
         file = None if folder_of_checkpoint(path) == path else path.name
         on_hub = shared.repo, shared.commit, file
         whole = Path(shared.path) if shared.path else cache.cached_model(*on_hub)
-        found += [whole, cache.begun(shared.folder, file)]
+        found = [whole, cache.begun(shared.folder, file)]
     here = [each for each in found if each is not None and cache.is_checkpoint(each)]
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 

@@ -152,9 +152,8 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
 def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
     lines = ("Welcome", "3", "{}", json.dumps({"version": own_version()}), '{"result": 7}')
     program = tmp_path / "python"
-    program.write_text(
-        "\n".join(["#!/bin/sh", *(f"echo '{each}'" for each in lines), "read _", ""])
-    )
+    said = "".join(f"echo '{each}'\n" for each in lines)
+    program.write_text(f"#!/bin/sh\n{said}read _\n")
     program.chmod(0o700)
     with FarPeer(ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))) as peer:
         assert peer.call("prepare") == 7
