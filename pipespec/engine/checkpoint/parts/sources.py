@@ -125,11 +125,7 @@ class RangeSource:
                 raise _Again("it ended the answer early")
 
     def tried(
-        self,
-        ask: Callable[[], Any],
-        what: str,
-        max_tries: int = MAX_TRIES,
-        got: Sized = (),
+        self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES, got: Sized = ()
     ) -> Any:
         """Ask until there is an answer, or there were too many tries without one more byte of what
         it `got`."""
