@@ -23,11 +23,14 @@ from types import ModuleType
 from typing import Any
 
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.diagnostics import probe
+from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.processes.agent import AgentSetup
 from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.cluster.weights.host import WeightHost
 from pipespec.config.choices import groups, options, read_choice
 from pipespec.controller import log_records, redis_keys
+from pipespec.placement.host_figures import HostFigures
 from pipespec.sampling import wire_format
 from pipespec.system.folders import resource_dir
 from pipespec.system.versions import PROTOCOL
@@ -36,28 +39,30 @@ from pipespec.transport import encryption, wire
 FILE = Path(__file__).parents[1] / "tests" / "data" / "protocol.json"
 # Modules that say how batches, records and keys are written.
 FORMATS: tuple[ModuleType, ...] = (wire, encryption, log_records, redis_keys, wire_format)
-# What is pickled for agents and their workers.
-PICKLED = (AgentSetup, WorkerJob, Deployment, ControllerAddress)
+# What is pickled for agents and their workers, and what probes answer.
+SENT = (AgentSetup, WorkerJob, Deployment, ControllerAddress)
+ANSWERS = (Inventory, HostFigures, probe.Listening, probe.Link)
 HEX_DIGITS = 16
 
 
 def record() -> dict[str, Any]:
     """The protocol as it is now."""
     lua = {file.name: _digest(_code(file)) for file in sorted(resource_dir("lua").glob("*.lua"))}
-    calls = [name for name in vars(WeightHost) if not name.startswith("_")]
+    calls = {name: of for name, of in vars(WeightHost).items() if not name.startswith("_")}
+    calls |= {f"probe {name}": of for name, of in probe.REQUESTS.items()}
     return {
         "protocol": PROTOCOL,
         "formats": {each.__name__: _digest(_statements(each)) for each in FORMATS},
         "scripts": lua,
-        "calls": {name: str(inspect.signature(getattr(WeightHost, name))) for name in calls},
+        "calls": {name: str(inspect.signature(of)) for name, of in calls.items()},
         "types": {_name(cls): _fields(cls) for cls in sorted(_types(), key=_name)},
     }
 
 
 def _types() -> set[type]:
-    """The dataclasses that are pickled, with those in their fields and those of all settings."""
+    """The dataclasses that are sent, with those in their fields and those of all settings."""
     found: set[type] = set()
-    waiting: list[Any] = [*PICKLED]
+    waiting: list[Any] = [*SENT, *ANSWERS]
     waiting += [read_choice(group, name).cls for group in groups() for name in options(group)]
     while waiting:
         cls = waiting.pop()

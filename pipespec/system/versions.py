@@ -12,8 +12,9 @@ from pathlib import Path
 from pipespec.system.folders import resource_dir
 
 # The number of what the processes of a cluster send to one another: jobs and messages of agents,
-# calls of hosts for weights, batches, and what is in Redis. Raise it when a process of the version
-# before would not understand this one; tests/unit/system/test_protocol.py says when that may be.
+# calls of hosts (weights and probes), batches, and what is in Redis. Raise it when a process of the
+# version before would not understand this one; tests/unit/system/test_protocol.py says when that
+# may be.
 PROTOCOL = 5
 # How many characters of a hash are shown.
 SHORT = 8

@@ -26,6 +26,7 @@ from pipespec.cluster.diagnostics.probe import (
 )
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import interfaces
+from pipespec.system.versions import own_version
 from tools.rig import testbed
 
 ROOT = Path(__file__).parents[2]
@@ -302,14 +303,15 @@ def test_port_without_a_listener_is_refused() -> None:
 
 
 def test_a_probe_ends_with_its_standard_input() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"],
-        input=b'{"do": "hello"}\n',
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode == 0
-    assert json.loads(done.stdout) == {"value": probe.PROTOCOL}
+    line = [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b'{"do": "hello"}\n')
+        process.stdin.flush()
+        lines = (json.loads(each) for each in process.stdout if each.strip())
+        assert [next(lines), next(lines)] == [{"version": own_version()}, {"result": None}]
+        process.stdin.close()
+        assert process.wait(60) == 0
 
 
 # --- hosts with addresses of their own --------------------------------------------------------

@@ -4,14 +4,13 @@ links to them; `diagnosis` makes findings of that."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,14 +18,14 @@ from typing import Any
 from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
-from pipespec.cluster.diagnostics.probe import MEASURE_S, PROTOCOL, Link, Listening
+from pipespec.cluster.diagnostics.probe import MEASURE_S, Link, Listening
 from pipespec.cluster.host_link.programs import Conversation
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.placement.host_figures import HostFigures
-from pipespec.system.validation import Unreadable, from_fields, home_expanded, parse_json, typed
+from pipespec.system.validation import Unreadable, from_fields, home_expanded, typed
 
 MODULE = "pipespec.cluster.diagnostics.probe"
 HELLO_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 15.0, 30.0, 3.0
@@ -100,23 +99,16 @@ class _Probe(Conversation):
         began = time.monotonic()
         late.start()
         try:
-            self.write(json.dumps({"do": request, **fields}))
-            with suppress(OSError):  # it has ended
-                for line in self._output:
-                    with suppress(Unreadable):  # a login script may have printed something
-                        answer = parse_json(line)
-                        if isinstance(answer, dict) and answer.keys() == {"value"}:
-                            return answer["value"]
-                        if isinstance(answer, dict) and answer.keys() == {"error"}:
-                            raise HostFailed(f"{self.host.name}: {answer['error']}")
-        finally:
-            late.cancel()
-        if time.monotonic() - began >= timeout:
+            return self.call(request, **fields)
+        except HostFailed as error:
+            if time.monotonic() - began < timeout:
+                raise
             raise HostFailed(
                 f"{self.host.name}: the probe did not answer within {timeout:g} s; check the load "
                 "of the host and the link to it"
-            )
-        raise self.silence()
+            ) from error
+        finally:
+            late.cancel()
 
 
 class Examination(ExitStack):
@@ -169,10 +161,7 @@ class Examination(ExitStack):
                 raise HostFailed(f"{name}: the examination has ended")
             probe = self.enter_context(_Probe(self._hosts.host(name), MODULE, STOP_TIMEOUT_S))
             self._probes[name] = probe
-        if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
-            raise HostFailed(
-                f"{name}: its pipespec is another version than this one; install the same there"
-            )
+        probe.ask("hello", HELLO_TIMEOUT_S)
 
     def end(self, name: str) -> None:
         """End a probe now, and with it what it has in memory."""

@@ -1,17 +1,15 @@
 """`python -m pipespec.cluster.diagnostics.probe`: runs on a host that is examined or measured.
 
-One JSON object per line: requests on standard input, answers on standard output.
+The launcher calls (`calls`):
 
-    {"do": "hello"}                                     PROTOCOL
-    {"do": "inventory", models, devices}                inventory.Inventory
-    {"do": "measure", request}                          HostFigures
-    {"do": "listen", name, token, address, interface}   Listening
-    {"do": "link", token, name, place}                  Link
+    hello                                     nothing
+    inventory(models, devices)                inventory.Inventory
+    measure(request)                          HostFigures
+    listen(name, token, address, interface)   Listening
+    link(token, name, place)                  Link
 
-An answer is {"value"}, or {"error": sentence}. The listener accepts only the other hosts' probes,
-which send the token; token and requests arrive over SSH alone. A probe ends with its standard
-input, and LIFETIME_S seconds after its start, or after what it measures, which may take MEASURE_S,
-at the latest, as its input does not end if the link is cut.
+The listener accepts only the other hosts' probes, which send the token; token and requests arrive
+over SSH alone.
 
 A link is tested for whether the port is open, its round trip and its rate. A listener replies with
 its host's name to connections that begin with the token. After it come a number and so many bytes,
@@ -21,30 +19,25 @@ from __future__ import annotations
 
 import errno
 import hmac
-import json
-import os
-import signal
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from pipespec.cluster.diagnostics.inventory import take_inventory
-from pipespec.errors import PipespecError
+from pipespec.cluster.host_link.calls import Answers
 from pipespec.system import network_interfaces
 from pipespec.system.network_interfaces import Interface, interface_with, interfaces
 from pipespec.system.validation import from_fields
 
-PROTOCOL = 7
 # Loading some layers and the whole draft takes minutes where the disk is slow.
-LIFETIME_S, MEASURE_S = 300, 900
+MEASURE_S = 900
 MEASURING = "pipespec.cluster.diagnostics.measure_devices"  # it imports torch
 CONNECT_TIMEOUT_S = 2.5  # long enough for one lost packet
 PEER_TIMEOUT_S = 5.0
@@ -263,15 +256,12 @@ def link(token: str, name: str, place: dict[str, Any]) -> Link:
 
 def measure(request: dict[str, Any]) -> Any:
     """What `measure_devices.measure` returns. Raises PipespecError."""
-    signal.alarm(MEASURE_S)
     measuring = import_module(MEASURING)
-    found = measuring.measure(from_fields(measuring.MeasureRequest, request))
-    signal.alarm(LIFETIME_S)
-    return found
+    return measuring.measure(from_fields(measuring.MeasureRequest, request))
 
 
 REQUESTS: dict[str, Callable[..., Any]] = {
-    "hello": lambda: PROTOCOL,
+    "hello": lambda: None,
     "inventory": take_inventory,
     "measure": measure,
     "listen": listen,
@@ -279,20 +269,5 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def main() -> None:
-    """Answer on standard output; anything else that is printed goes to standard error."""
-    signal.alarm(LIFETIME_S)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            answer = {"value": REQUESTS[request.pop("do")](**request)}
-        except PipespecError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer, default=asdict), file=answers, flush=True)
-    os._exit(0)  # skips a second of dismantling torch
-
-
 if __name__ == "__main__":
-    main()
+    Answers().answer_calls(lambda do, **arguments: REQUESTS[do](**arguments))

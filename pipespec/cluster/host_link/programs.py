@@ -10,6 +10,7 @@ notice that by itself."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any, Self, TypeAlias
 
+from pipespec.cluster.host_link.calls import ALIVE_S, lines_of
 from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import PYTHON, Host
-from pipespec.errors import HostFailed
+from pipespec.errors import HostFailed, PipespecError
+from pipespec.system.versions import has_own_protocol, own_version
 
 if TYPE_CHECKING:
     from pipespec.cluster.host_link.remote_program import RemoteProgram
@@ -71,19 +74,22 @@ def start_module(
 
 
 class Conversation:
-    """A module that runs on a host and is asked in lines, until the block ends; it may take
+    """A module that runs on a host and answers calls (`calls`), until the block ends; it may take
     `ending_s` seconds to end. Raises HostFailed if it cannot even be started."""
 
     def __init__(self, host: Host, module: str, ending_s: float) -> None:
         self.host, self._module, self._ending_s = host, module, ending_s
-        self._writing = threading.Lock()
+        self._writing, self._calling = threading.Lock(), threading.Lock()
+        self._over = threading.Event()
+        self._understood = False  # it has told its version, whose calls are known
         with ExitStack() as opened:
             self._errors = opened.enter_context(tempfile.TemporaryFile())
             self._process = start_module(host, module, stderr=self._errors)
             assert self._process.stdin is not None and self._process.stdout is not None
             self._input = self._process.stdin
-            self._output = opened.enter_context(self._process.stdout)
+            self._lines = lines_of(opened.enter_context(self._process.stdout))
             self._opened = opened.pop_all()
+        threading.Thread(target=self._show_life, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -95,12 +101,32 @@ class Conversation:
             self._process.wait()
         self._opened.close()
 
-    def write(self, line: str) -> None:
-        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
-            self._input.write(line.encode() + b"\n")
-            self._input.flush()
+    def call(self, do: str, /, **arguments: Any) -> Any:
+        """What a function of the host returns. Raises what `refusal` makes of its sentence, or
+        HostFailed if it answers no more, or is of another version."""
+        with self._calling:
+            self._write(json.dumps({"do": do, **arguments}))
+            for line in self._lines:
+                found = _noted(line)
+                if found and not self._understood:
+                    self._require(found.get("version", "of another version"))
+                elif "result" in found:
+                    return found["result"]
+                elif "error" in found:
+                    raise self.refusal(found["error"])
+                elif found:
+                    self.noted(**found)
+        raise self.failure(self._ending_s) or self._silent()
+
+    def refusal(self, sentence: str) -> PipespecError:
+        """The error for a call that the host refuses."""
+        return HostFailed(f"{self.host.name}: {sentence}")
+
+    def noted(self, **said: Any) -> None:
+        """The host tells something before it answers."""
 
     def close_input(self) -> None:
+        self._over.set()
         with suppress(OSError):  # it has ended already
             self._input.close()
 
@@ -117,11 +143,34 @@ class Conversation:
         self._errors.seek(0)
         return failure(self.host, self._module, code, self._errors.read())
 
-    def silence(self) -> HostFailed:
-        """Why its output has ended; so has it then."""
-        found = self.failure(self._ending_s)
+    def _require(self, version: str) -> None:
+        if not has_own_protocol(version):
+            raise HostFailed(
+                f"{self.host.name}: pipespec there is {version}, but that of the launcher is "
+                f"{own_version()}; install the same on all hosts"
+            )
+        self._understood = True
+
+    def _silent(self) -> HostFailed:
         self.end()
-        return found or HostFailed(f"{self.host.name}: {self._module} answers no more")
+        return HostFailed(f"{self.host.name}: {self._module} answers no more")
+
+    def _write(self, line: str) -> None:
+        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()
+
+    def _show_life(self) -> None:
+        while not self._over.wait(ALIVE_S):
+            self._write("")
+
+
+def _noted(line: bytes) -> dict[str, Any]:
+    """What a line says; nothing: a login script may have printed it."""
+    with suppress(ValueError):
+        if isinstance(found := json.loads(line), dict):
+            return found
+    return {}
 
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:

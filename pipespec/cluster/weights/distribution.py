@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
-from pipespec.cluster.weights.peer import OnProgress, OnWarning, Peer, at_once
+from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
@@ -36,10 +37,92 @@ from pipespec.system.network_interfaces import resolve
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+MODULE = "pipespec.cluster.weights.host"
+ENDING_S, ENDED_S = 5.0, 1.0  # that a host's process may take to end, and to show that it has
+OVER_S = 0.1  # between looks whether the cluster is over
+# Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
+OnProgress = Callable[[str, int, int], None]
+# Called with a sentence on a host that waits, is left out, or cannot be reached by another one.
+OnWarning = Callable[[str], None]
 LAUNCHER_NAME = "the launcher"
-ENDED_S = 1.0  # within which it is known that it has ended
 # Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
 Distribute = Callable[..., object]
+
+
+class Peer(Conversation):
+    """The process of a host, which ends with the block. Of one model after another it needs
+    `parts`, has blocks, with their hashes (None of a file that is whole), and lacks others; of all
+    it lacked `wanted` bytes. Other hosts can read from it at its `url`; None: through the launcher.
+    Raises HostFailed."""
+
+    def __init__(
+        self,
+        host: Host,
+        on_progress: OnProgress = lambda *_: None,
+        on_warning: OnWarning = lambda _: None,
+    ) -> None:
+        super().__init__(host, MODULE, ENDING_S)
+        self.name, self.parts = host.name, set[str]()
+        self.has: dict[Block, str | None] = {}
+        self.lacks: set[Block] = set()
+        self.url: str | None = None
+        self.has_listened = False
+        self._on_progress, self._on_warning = on_progress, on_warning
+        self._moved = self.wanted = 0
+
+    def refusal(self, sentence: str) -> ModelError:
+        return ModelError(sentence if self.host.shares_caches else f"{self.name}: {sentence}")
+
+    def noted(self, **said: Any) -> None:
+        """It warns, or has got so many bytes more."""
+        if "warning" in said:
+            self._on_warning(f"{self.name}: {said['warning']}")
+        elif "moved" in said:
+            self._moved += said["moved"]
+            self._on_progress(self.name, self._moved, self.wanted)
+
+    def add(self, has: Iterable[tuple[str, int, str | None]]) -> None:
+        """These blocks are here, with their hashes."""
+        self.has.update({(file, number): sha for file, number, sha in has})
+        self.lacks -= self.has.keys()
+
+    def urls(self, files: Iterable[str]) -> Mapping[str, str]:
+        """Where other hosts read its files; nothing: they cannot."""
+        return {} if self.url is None else {each: url_of(self.url, each) for each in files}
+
+    def read(self, file: str, part: Range, size: int) -> bytes:
+        """A part of one of its files, read through its process."""
+        data = base64.b64decode(self.call("read", file=file, start=part[0], stop=part[1]))
+        if len(data) != part[1] - part[0]:
+            raise ModelError(f"{self.name}: {file} has changed; start again")
+        return data
+
+
+def at_once(
+    peers: Sequence[Peer],
+    task: Callable[[Peer], T],
+    over: threading.Event | None = None,
+    hub: HubSource | None = None,
+) -> list[T]:
+    """What a task returns for each host. Raises what the first one raised, also a signal, or
+    RankFailed if the cluster is `over`, and then ends what all hosts do."""
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        futures = [pool.submit(task, peer) for peer in peers]
+        try:
+            while True:
+                done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                if over is not None and over.is_set():
+                    raise RankFailed("The cluster has ended.")
+                if not left:
+                    return [each.result() for each in futures]
+        except BaseException:
+            if hub is not None:
+                hub.stopped.set()
+            for peer in peers:
+                peer.end()
+            raise
 
 
 def shared_models(deployment: Deployment) -> dict[str, Repository]:
@@ -146,28 +229,26 @@ class WeightMoves:
             done.add(key)
 
 
+@dataclass
 class _Model:
     """Moves the weights of one model to hosts, which call it `shared`, and the launcher `kind`."""
 
-    def __init__(
-        self,
-        kind: str,
-        path: Path,
-        shared: Repository,
-        peers: list[Peer],
-        certificate: Callable[[], Certificate],
-        on_warning: OnWarning,
-        over: threading.Event,
-    ) -> None:
-        self.kind, self.path, self.shared, self.peers = kind, path, shared, peers
-        self._hub = HubSource(shared.repo, shared.commit) if shared.on_hub else None
-        self._certificate, self._on_warning, self._over = certificate, on_warning, over
+    kind: str
+    path: Path
+    shared: Repository
+    peers: list[Peer]
+    certificate: Callable[[], Certificate]
+    on_warning: OnWarning
+    over: threading.Event
+
+    def __post_init__(self) -> None:
+        self._hub = HubSource(self.shared.repo, self.shared.commit) if self.shared.on_hub else None
         self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
         """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self._over, self._hub)
+        return at_once(self.peers, task, self.over, self._hub)
 
     def prepare(self, peer: Peer) -> bool:
         """Have a host find the folder of the model; whether it has all that it needs."""
@@ -184,7 +265,7 @@ class _Model:
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
-            self.at_once(partial(self._listen, certificate=self._certificate()))
+            self.at_once(partial(self._listen, certificate=self.certificate()))
         while any(peer.lacks for peer in self.peers):
             plan = plan_round(
                 {peer.name: peer.lacks for peer in self.peers},
@@ -196,10 +277,9 @@ class _Model:
 
     def _blocks(self, peer: Peer) -> Iterator[Block]:
         """Those with small files, headers, and the tensors that a host needs."""
-        found = blocks_needed(self.path, peer.parts)
-        of = {file.name: blocks for file, blocks in found.items()}
+        needed = blocks_needed(self.path, peer.parts)
         for name, file in self.shared.files.items():
-            for number in of.get(name, blocks_of([(0, file.size)])):
+            for number in needed.get(name, blocks_of([(0, file.size)])):
                 yield name, number
 
     def _place(self, block: Block) -> Range:
@@ -207,10 +287,10 @@ class _Model:
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
-        peer.note(peer.call("offer", blocks=wanted))
+        peer.add(peer.call("offer", blocks=wanted))
         peer.wanted += sum(stop - start for start, stop in map(self._place, peer.lacks))
         if peer.lacks:
-            peer.moved(0)
+            peer.noted(moved=0)
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
         """Let other hosts read from a host, and it from them, for this model and the next ones."""
@@ -222,57 +302,51 @@ class _Model:
             address = address and resolve(address)
         where = {"address": address, "interface": peer.host.interface}
         try:
-            peer.url = peer.call("listen", **where, cert=certificate.cert, key=certificate.key)
+            peer.url = peer.call("listen", **where, **asdict(certificate))
         except ModelError as error:
-            self._on_warning(
+            self.on_warning(
                 f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
                 "it passes through the launcher; correct its address or interface in the hosts "
                 "file."
             )
 
+    def _source(self, name: str) -> Peer | HubSource:
+        hosts = {peer.name: peer for peer in self.peers}
+        source = self._hub if name == HUB else hosts[name]
+        assert source is not None, "the plan names no other"
+        return source
+
     def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
         """Have a host get blocks from sources, or read them for it. Raises ModelError."""
-        peers = {each.name: each for each in self.peers}
         direct: list[dict[str, Any]] = []
         for name, blocks in plan.get(peer.name, {}).items():
-            source = peers.get(name)
-            wanted = [(*block, source and source.has[block]) for block in blocks]
-            known = {"name": name, "host": source is not None}
-            urls: Mapping[str, str] = {}
-            if (peer.name, name) not in self._relayed:
-                urls = self._urls(source, {file for file, _ in blocks})
-            if urls:
+            source = self._source(name)
+            hashes = source.has if isinstance(source, Peer) else {}
+            wanted = [(*block, hashes.get(block)) for block in blocks]
+            known = {"name": name, "host": name != HUB}
+            relayed = (peer.name, name) in self._relayed
+            if urls := {} if relayed else source.urls({file for file, _ in blocks}):
                 direct.append({**known, "urls": urls, "wanted": wanted})
                 continue
-            of = self._hub if source is None else source.source()
-            assert of is not None, "the plan names no other"
             for block, one in zip(blocks, wanted, strict=True):
-                data = of.read(block[0], self._place(block), self.shared.files[block[0]].size)
+                data = source.read(block[0], self._place(block), self.shared.files[block[0]].size)
                 text = base64.b64encode(data).decode()
-                self._fetch(peer, peers, [{**known, "data": text, "wanted": [one]}])
+                self._fetch(peer, [{**known, "data": text, "wanted": [one]}])
         if direct:
-            self._fetch(peer, peers, direct)
+            self._fetch(peer, direct)
 
-    def _urls(self, source: Peer | None, files: set[str]) -> Mapping[str, str]:
-        """Where hosts read files of another one, or of the hub; nothing: they cannot."""
-        if source is not None:
-            return {each: url_of(source.url, each) for each in files} if source.url else {}
-        assert self._hub is not None
-        return self._hub.urls(files)
-
-    def _fetch(
-        self, peer: Peer, peers: Mapping[str, Peer], sources: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _fetch(self, peer: Peer, sources: Sequence[Mapping[str, Any]]) -> None:
         lacked = len(peer.lacks)
         found = peer.call("fetch", sources=sources)
-        peer.note(found["has"])
-        for of, why in zip(sources, found["failed"], strict=True):
-            if why is not None and (source := peers.get(of["name"])) is not None:
+        peer.add(found["has"])
+        for name, why in found["failed"].items():
+            source = self._source(name)
+            if isinstance(source, Peer):
                 self._give_up(peer, source, why)
-            elif why is not None and self._hub is not None:
-                self._hub.located.clear()  # its URLs may have expired
+            else:
+                source.located.clear()  # its URLs may have expired
                 if len(peer.lacks) == lacked:
-                    self._relayed.add((peer.name, HUB))
+                    self._relayed.add((peer.name, name))
 
     def _give_up(self, peer: Peer, source: Peer, why: str) -> None:
         """A host could not read from another one, which has perhaps sent wrong bytes."""
@@ -280,13 +354,13 @@ class _Model:
             if (ended := source.failure(ENDED_S)) is not None:
                 raise ended
             self._relayed.add((peer.name, source.name))
-            self._on_warning(
+            self.on_warning(
                 f"{peer.name} cannot read weights from {source.name} at "
                 f"{urlsplit(source.url or '').hostname} ({why}), so they pass through the "
                 "launcher; check the network between them, and let its firewalls admit TCP."
             )
         elif self._left_out.setdefault(source.name, peer.name) == peer.name:
-            self._on_warning(
+            self.on_warning(
                 f"{source.name} sends wrong bytes of the {self.kind} (to {peer.name}), so it is "
                 "left out; check its disk, and remove its folder of that model with `pipespec "
                 "cache prune` there."

@@ -1,46 +1,31 @@
-"""`python -m pipespec.cluster.weights.host`: fetches what a host computes, on that host.
-
-The launcher starts it over SSH and calls the functions of `WeightHost` one after the other: a call
-is a line of JSON on its standard input, the result one on its standard output, before which come
-its version, numbers of bytes that were fetched, and warnings. Empty lines are signs of life. The
-process ends with its standard input.
-"""
+"""`python -m pipespec.cluster.weights.host`: fetches what a host computes, on that host, where the
+launcher calls the functions of `WeightHost` (`calls`). It is told numbers of bytes that were
+fetched, and warnings."""
 
 from __future__ import annotations
 
 import base64
-import json
 import logging
-import os
-import select
 import ssl
-import sys
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from pipespec.cluster.host_link.calls import Answers
 from pipespec.cluster.weights.plan import Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, repository_of
 from pipespec.engine.checkpoint.parts import folder
-from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint, sole_fetcher
+from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
 from pipespec.engine.checkpoint.parts.sources import GivenSource, RangeSource, WrongBytes, fetch
-from pipespec.errors import ModelError, PipespecError
+from pipespec.errors import ModelError
 from pipespec.system.files import lock_file
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
-from pipespec.system.versions import own_version
-
-# Seconds between two signs of life, and without any after which the other side has ended.
-ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
 class WeightHost:
@@ -62,7 +47,7 @@ class WeightHost:
         repository = repository_of(found, as_folder=True)
         self._files = _files_here(found, repository)
         file = None if folder_of_checkpoint(found) == found else found.name
-        return {"repository": asdict(repository), "file": file}
+        return {"repository": repository, "file": file}
 
     def prepare(self, path: str, repository: Mapping[str, Any], parts: Collection[str]) -> bool:
         """Find the folder of a model that the launcher has at `path`: in the parts cache, unless
@@ -70,13 +55,13 @@ class WeightHost:
         is what the launcher means."""
         self._shared = shared = from_fields(Repository, repository)
         found = own_path(Path(path), shared, parts)
-        whole = found is not None and not missing(found, parts)
-        if found is None or not whole or found.is_relative_to(folder.parts_cache()):
-            return whole
-        self._shared, self._files = None, {}
-        with suppress(ModelError):
-            if shared.on_hub or repository_of(found, as_folder=True).folder == shared.folder:
-                self._files = _files_here(found, shared)
+        if found is None or missing(found, parts):
+            return False
+        if not found.is_relative_to(folder.parts_cache()):
+            self._shared, self._files = None, {}
+            with suppress(ModelError):
+                if shared.on_hub or repository_of(found, as_folder=True).folder == shared.folder:
+                    self._files = _files_here(found, shared)
         return True
 
     def offer(self, blocks: Sequence[Block]) -> list[Any]:
@@ -100,11 +85,10 @@ class WeightHost:
             raise ModelError(error.strerror or str(error)) from error
 
     def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Fetch blocks from all sources at once: which of them it "has" then, and in "failed" for
-        each source null, or why it was given up, as a clause, empty if it sent wrong bytes. Of a
-        source are given its "name", the "urls" of its files, or the "data" of one block that the
-        launcher has read, whether it is a "host", and "wanted": file, number and hash, or null, of
-        blocks."""
+        """Fetch blocks from all sources at once: which of them it "has" then, and in "failed", by
+        name, why sources were given up, as a clause, empty if one sent wrong bytes. Of a source are
+        given its "name", the "urls" of its files, or the "data" of one block that the launcher has
+        read, whether it is a "host", and "wanted": file, number and hash, or null, of blocks."""
         asked, blocks = [], []
         with self._fetching():
             for each in sources:
@@ -120,8 +104,9 @@ class WeightHost:
                     context = self._context if each["host"] else None
                     source = RangeSource(each["name"], each["urls"], context)
                 asked.append((source, wanted))
-            found = fetch(asked, self._moved)
-        failed = [error and _why(error) for error in (found.get(source) for source, _ in asked)]
+            failed = {
+                source.name: _why(error) for source, error in fetch(asked, self._moved).items()
+            }
         return {"has": self._here(blocks), "failed": failed}
 
     def read(self, file: str, start: int, stop: int) -> str:
@@ -146,7 +131,7 @@ class WeightHost:
         if (of := self._shared) is None:
             yield
             return
-        with sole_fetcher(of.folder):
+        with folder.sole_fetcher(of.folder):
             if of.folder not in self._used:
                 self._used[of.folder] = lock_file(of.folder / folder.USERS, shared=True)
             self._files = folder.make_files(of, of.files)
@@ -178,60 +163,20 @@ def _why(error: ModelError) -> str:
     return "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
 
 
-def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a pipe that are not empty, until it ends or is silent for too long. Every part
-    of a line is a sign of life."""
-    line, readable = bytearray(), select.poll()  # as `select.select` takes no descriptor above 1023
-    readable.register(stream, select.POLLIN)
-    while readable.poll(SILENCE_S * 1e3):
-        if not (chunk := os.read(stream.fileno(), 2**16)):
-            return
-        *ended, rest = chunk.split(b"\n")
-        for each in ended:
-            if line + each:
-                yield bytes(line + each)
-            line.clear()
-        line += rest
-
-
 def main() -> None:
-    """Do what the launcher asks; anything that is printed goes to standard error."""
-    writer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    writing = threading.Lock()
-
-    def write(**said: Any) -> None:
-        with writing, suppress(BrokenPipeError):
-            writer.write(f"{json.dumps(said)}\n" if said else "\n")
-            writer.flush()
-
-    def show_life() -> None:
-        while True:
-            write()
-            time.sleep(ALIVE_S)
-
-    def answer(asked: dict[str, Any]) -> None:
-        try:
-            with reported(folder.parts_cache()):
-                write(result=getattr(host, asked.pop("do"))(**asked))
-        except PipespecError as error:
-            write(error=str(error))
-        except Exception as error:  # noqa: BLE001 - the launcher reports it
-            write(error=f"{type(error).__name__}: {error}")
+    answers = Answers()
+    host = WeightHost(lambda count: answers.note(moved=count))
 
     class Warner(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            write(warning=record.getMessage())
+            answers.note(warning=record.getMessage())
 
-    write(version=own_version())
+    def call(do: str, **arguments: Any) -> Any:
+        with reported(folder.parts_cache()):
+            return getattr(host, do)(**arguments)
+
     folder.log.addHandler(Warner())
-    host, calls = WeightHost(lambda count: write(moved=count)), ThreadPoolExecutor(1)
-    threading.Thread(target=show_life, daemon=True).start()
-    try:
-        for line in lines_of(sys.stdin.buffer):
-            calls.submit(answer, json.loads(line))
-    finally:
-        os._exit(0)  # threads may still fetch
+    answers.answer_calls(call)
 
 
 if __name__ == "__main__":

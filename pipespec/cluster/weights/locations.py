@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.weights.peer import Peer, at_once
+from pipespec.cluster.weights.distribution import Peer, at_once
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
@@ -19,7 +19,7 @@ from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, open_repository, own_path
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint, is_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS
-from pipespec.engine.checkpoint.parts.sources import COMMIT
+from pipespec.engine.checkpoint.parts.sources import COMMIT, GivenSource
 from pipespec.engine.formats.gguf_file import part_names
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, ModelError
@@ -96,23 +96,22 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(host)) for host in others]
         for kind, path in absent.items():
-            told = [*zip(peers, at_once(peers, partial(_asked, kind, path)), strict=True)]
-            errors = [each for _, each in told if isinstance(each, ModelError)]
-            # Of several hosts that have one, the first in the hosts file.
-            for peer, each in told:
-                if each is not None and each not in errors:
-                    found[kind] = open_repository(peer.source(), *described(each, peer.name))
+            told = zip(peers, at_once(peers, partial(_asked, kind, path)), strict=True)
+            # Of several hosts that have one, the first in the hosts file; if none has, an error.
+            for peer, each in sorted(told, key=lambda pair: isinstance(pair[1], ModelError)):
+                if isinstance(each, ModelError):
+                    raise each
+                if each is not None:
+                    found[kind] = open_repository(GivenSource(peer.name, peer.read), *each)
                     break
-            else:
-                for error in errors:
-                    raise error
     return found
 
 
-def _asked(kind: str, path: str, peer: Peer) -> Any:
-    """What a host says of its checkpoint: null if it has none, or why it is of no use."""
+def _asked(kind: str, path: str, peer: Peer) -> tuple[Repository, str | None] | ModelError | None:
+    """What a host says of its checkpoint; None: it has none; or why it is of no use."""
     try:
-        return peer.call("describe", path=getattr(peer.host, kind) or path)
+        told = peer.call("describe", path=getattr(peer.host, kind) or path)
+        return None if told is None else described(told, peer.name)
     except ModelError as error:
         return error
 

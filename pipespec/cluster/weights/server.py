@@ -52,25 +52,17 @@ class WeightServer(ThreadingTCPServer):
 
     def __init__(self, ip: str, certificate: Certificate, find: Callable[[str], Path]) -> None:
         self.find = find
-        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)  # each has a thread
+        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
         self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._unproven.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self._unproven.release()
-            raise
-
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection, in its own thread, once it has proven the key."""
+        if not self._unproven.acquire(blocking=False):
+            return
         try:
             request.settimeout(HANDSHAKE_S)
             proven = self._context.wrap_socket(request, True)

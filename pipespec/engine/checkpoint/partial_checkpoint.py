@@ -11,35 +11,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import open_files
-from pipespec.engine.checkpoint.parts.folder import (
-    REPOSITORY,
-    Repository,
-    StoredFile,
-    begun,
-    cached_model,
-    folder_of_checkpoint,
-    is_checkpoint,
-    make_files,
-    read_repository,
-    sole_fetcher,
-    write_repository,
-)
-from pipespec.engine.checkpoint.parts.parts_file import (
-    PartsFile,
-    blocks_of,
-    is_partial,
-    ranges_of,
-    reported,
-)
+from pipespec.engine.checkpoint.parts import folder as cache
+from pipespec.engine.checkpoint.parts import parts_file
+from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile, folder_of_checkpoint
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is_partial, ranges_of
 from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, fetch_all
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import header_ends, part_names
-from pipespec.engine.formats.safetensors_headers import (
-    CONFIG,
-    WEIGHTS,
-    header_length,
-    stored_index,
-)
+from pipespec.engine.formats.safetensors_headers import CONFIG, WEIGHTS, header_length, stored_index
 from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
@@ -66,15 +45,16 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
     return found
 
 
-def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
-    """The blocks of each weight file that is here with its header or tensors of these parts. Raises
-    ModelError."""
+def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
+    """The blocks of each weight file that is here with its header or tensors of these parts, by the
+    file's name. Raises ModelError."""
     files = open_files(path)
     found, names = {}, files.names_by_file(parts)
     for file in filter(Path.is_file, files.weight_files()):
         ranges = ranges_of(file)
         header = 0, min((start for start, _ in ranges.values()), default=file.stat().st_size)
-        found[file] = blocks_of([header, *map(ranges.__getitem__, names.get(file, {}).values())])
+        own = map(ranges.__getitem__, names.get(file, {}).values())
+        found[file.name] = blocks_of([header, *own])
     return found
 
 
@@ -111,9 +91,10 @@ def own_path(path: Path, shared: Repository | None, parts: Collection[str]) -> P
     found: list[Path | None] = [path]
     if shared is not None:
         file = None if folder_of_checkpoint(path) == path else path.name
-        whole = cached_model(shared.repo, shared.commit, file) if shared.path is None else None
-        found = [Path(shared.path) if shared.path else whole, begun(shared.folder, file)]
-    here = [each for each in found if each is not None and is_checkpoint(each)]
+        on_hub = shared.repo, shared.commit, file
+        whole = Path(shared.path) if shared.path else cache.cached_model(*on_hub)
+        found = [whole, cache.begun(shared.folder, file)]
+    here = [each for each in found if each is not None and cache.is_checkpoint(each)]
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 
 
@@ -128,7 +109,7 @@ def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
             "there"
         )
     small = [] if is_gguf(path) else [e for e in sorted(folder.iterdir()) if _is_small(e.name)]
-    found = None if as_folder else read_repository(folder) or _cached_commit(folder)
+    found = None if as_folder else cache.read_repository(folder) or _cached_commit(folder)
     if found is None:  # its name for other hosts changes with the files
         stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
         text = repr((str(path.absolute()), stats)).encode()
@@ -157,41 +138,43 @@ def fetch_parts(path: Path, parts: Collection[str]) -> int:
     """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
     fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
     be fetched."""
-    if not (lacking := missing(path, parts)):
-        return 0
     folder = folder_of_checkpoint(path)
-    repository = read_repository(folder)
+    repository = cache.read_repository(folder)
     if repository is None or not repository.on_hub:
-        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
-    with sole_fetcher(folder):
-        stored, needed = repository.files, blocks_needed(path, parts)
-        files = {PartsFile.create(each, stored[each.name].size): needed[each] for each in needed}
-        wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
+        require_parts(path, parts)
+        return 0
+    if not missing(path, parts):
+        return 0
+    with cache.sole_fetcher(folder):
+        needed = blocks_needed(path, parts)
+        files = cache.make_files(repository, needed)
+        wanted = {of: [b for b in needed[name] if not of.has(b)] for name, of in files.items()}
         fetch_all(HubSource(repository.repo, repository.commit), wanted)
-        for each in files:
-            each.compare(stored[each.path.name].sha256)
-    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
+        for name, file in files.items():
+            file.compare(repository.files[name].sha256)
+    return sum(file.num_bytes(blocks) for file, blocks in wanted.items())
 
 
 def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:
     """A checkpoint, or GGUF `file`, of a repository, whose small files and headers are fetched
     unless they are here. `found` has all files of the repository. Raises ModelError."""
     folder = found.folder
-    if here := begun(folder, file):
-        with reported(folder):
-            os.utime(folder / REPOSITORY)  # it was used last
+    if here := cache.begun(folder, file):
+        with parts_file.reported(folder):
+            os.utime(folder / cache.REPOSITORY)  # it was used last
         return here
     small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
-    with sole_fetcher(folder):
-        files = make_files(found, small).values()
+    with cache.sole_fetcher(folder):
+        files = cache.make_files(found, small).values()
         fetch_all(source, {each: each.absent() for each in files})
         # As Transformers: one file goes before an index.
         names = [] if WEIGHTS in found.files else {*(stored_index(folder) or {}).values()}
         weights = _required(found, part_names(file) if file else names or [WEIGHTS])
-        files = make_files(found, weights).values()
+        files = cache.make_files(found, weights).values()
         while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
             fetch_all(source, lacking)
-        write_repository(replace(found, files={e: found.files[e] for e in (*small, *weights)}))
+        used = {each: found.files[each] for each in (*small, *weights)}
+        cache.write_repository(replace(found, files=used))
     return folder / (part_names(file)[0] if file else "")
 
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import groupby
@@ -50,9 +50,11 @@ class WrongBytes(ModelError):
 
 
 class _Again(Exception):
-    """A request failed in a way that may pass."""
+    """A request failed in a way that may pass; `wait_s`: what the server asks for."""
 
-    wait_s = 0.0  # what the server asks for
+    def __init__(self, why: str, wait_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
 
 
 class RangeSource:
@@ -87,7 +89,7 @@ class RangeSource:
         def ask() -> None:
             self._request(file, (start + len(data), stop), size, data)
 
-        self.tried(ask, file, self._max_tries, lambda: len(data))
+        self.tried(ask, file, self._max_tries, data)
         return data
 
     def _request(self, file: str, part: Range, size: int, data: bytearray) -> None:
@@ -115,27 +117,22 @@ class RangeSource:
                 raise _Again(f"it sends the range {found!r} for {stated!r}")
             before = len(data)
             for chunk in answer.iter_raw():
-                start += len(chunk)
-                if start > stop:  # so what came before is not trusted, and is no progress
+                data += chunk
+                if len(data) - before > stop - start:  # what came before is not trusted either
                     del data[before:]
                     raise _Again("it sends more bytes than were asked for")
-                data += chunk
-            if start < stop:
+            if len(data) - before < stop - start:
                 raise _Again("it ended the answer early")
 
     def tried(
-        self,
-        ask: Callable[[], Any],
-        what: str,
-        max_tries: int = MAX_TRIES,
-        progress: Callable[[], int] = lambda: 0,
+        self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES, got: Sized = ()
     ) -> Any:
-        """Ask until there is an answer, or there were too many tries without progress."""
+        """Ask until there is an answer, or there were too many tries without one more byte of what
+        it `got`."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-        # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
-        names: dict[str, Any] = {each.__name__: each for each in HfHubHTTPError.__mro__}
-        tries, before = 0, progress()
+        http_error: Any = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, by the version
+        tries, before = 0, len(got)
         while True:
             try:
                 return ask()
@@ -143,10 +140,10 @@ class RangeSource:
                 raise Unavailable("HF_HUB_OFFLINE is set") from error
             except HFValidationError as error:
                 raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
-            except (_Again, names["HTTPError"]) as error:
+            except (_Again, http_error) as error:
                 again = error if isinstance(error, _Again) else self._again(error)
-            tries = tries + 1 if progress() == before else 1
-            before = progress()
+            tries = tries + 1 if len(got) == before else 1
+            before = len(got)
             if self.stopped.is_set():
                 raise Unavailable(f"reading from {self.name} was stopped") from again
             if tries >= max_tries or again.wait_s > LONGEST_ASKED_S:
@@ -163,10 +160,9 @@ class RangeSource:
             return _Again(" ".join(str(error).split())[:200] or type(error).__name__)
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
-        again = _Again(f"it answers {answer.status_code}")
-        if (asked := answer.headers.get("Retry-After", "").strip()).isdigit():
-            again.wait_s = float(asked)
-        return again
+        asked = answer.headers.get("Retry-After", "").strip()
+        wait_s = float(asked) if asked.isdigit() else 0.0
+        return _Again(f"it answers {answer.status_code}", wait_s)
 
     def _refused(self, status: int) -> ModelError:
         return Unavailable(f"{self.name} answers {status}")
@@ -175,12 +171,12 @@ class RangeSource:
 class GivenSource(RangeSource):
     """A source whose parts of files a function reads."""
 
-    def __init__(self, name: str, read: Callable[[str, Range], bytes]) -> None:
+    def __init__(self, name: str, read: Callable[[str, Range, int], bytes]) -> None:
         super().__init__(name, {})
         self._read = read
 
     def read(self, file: str, part: Range, size: int) -> bytes:
-        return self._read(file, part)
+        return self._read(file, part, size)
 
 
 class HubSource(RangeSource):
@@ -228,6 +224,7 @@ class HubSource(RangeSource):
             return dict(zip(names, found, strict=True))
 
     def _refused(self, status: int) -> ModelError:
+        why = f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
         if status == 404:
             why = f"{self.name} has no such model, or not that file of it; check the name"
         elif status in (401, 403):
@@ -235,8 +232,6 @@ class HubSource(RangeSource):
                 f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does "
                 "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
             )
-        else:
-            why = f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
         return ModelError(why)
 
 

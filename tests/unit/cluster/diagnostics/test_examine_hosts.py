@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.diagnostics.examine_hosts import STOP_TIMEOUT_S, Examination
-from pipespec.cluster.diagnostics.probe import PROTOCOL
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.errors import HostFailed
+from pipespec.system.versions import own_version
 from tests.helpers.processes import is_alive
 
 NAMES = ("a", "b", "c")
@@ -23,7 +23,8 @@ def hosts(tmp_path: Path) -> HostsFile:
     python = tmp_path / "python"
     python.write_text(
         f"#!/bin/sh\nread hello\necho $$ >> {tmp_path}/pids\n"
-        f"echo '{{\"value\": {PROTOCOL}}}'\nexec sleep 60\n"
+        f'echo \'{{"version": "{own_version()}"}}\'\n'
+        "echo '{\"result\": null}'\nexec sleep 60\n"
     )
     python.chmod(0o755)
     each = {"ssh": "local", "python": str(python)}

@@ -19,7 +19,7 @@ from pipespec.system.folders import resource_dir
 TARGET = resource_dir("demo") / "target"
 
 
-def read(file: str, part: Range) -> bytes:
+def read(file: str, part: Range, size: int) -> bytes:  # noqa: ARG001 - of a source
     """As a host that has it."""
     return (TARGET / file).read_bytes()[slice(*part)]
 

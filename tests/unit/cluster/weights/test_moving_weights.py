@@ -20,10 +20,12 @@ import yaml
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import WeightsPending
+from pipespec.cluster.host_link import calls
+from pipespec.cluster.host_link.calls import lines_of
 from pipespec.cluster.weights import distribution, host
+from pipespec.cluster.weights.distribution import Peer as FarPeer
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
-from pipespec.cluster.weights.host import WeightHost, lines_of
-from pipespec.cluster.weights.peer import Peer as FarPeer
+from pipespec.cluster.weights.host import WeightHost
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
@@ -32,6 +34,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import repository_of
 from pipespec.engine.checkpoint.parts.folder import entries, remove
 from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
+from pipespec.system.versions import own_version
 
 NUM_LAYERS = 16  # of the demo's target
 PATIENCE_S = 60.0
@@ -105,7 +108,7 @@ def test_a_signal_does_not_wait_for_a_host_that_hangs(
 def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host, "SILENCE_S", 0.01)
+    monkeypatch.setattr(calls, "SILENCE_S", 0.01)
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as stream, os.fdopen(writer, "wb", buffering=0) as sink:
         sink.write(b"\none\n\na long ")
@@ -146,6 +149,16 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
         peer.call("prepare")
 
 
+def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
+    lines = ("Welcome", "3", "{}", json.dumps({"version": own_version()}), '{"result": 7}')
+    program = tmp_path / "python"
+    said = "".join(f"echo '{each}'\n" for each in lines)
+    program.write_text(f"#!/bin/sh\n{said}read _\n")
+    program.chmod(0o700)
+    with FarPeer(ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))) as peer:
+        assert peer.call("prepare") == 7
+
+
 # --- hosts that share a folder ----------------------------------------------------------------
 
 
@@ -166,14 +179,14 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
     source = {"name": "alpha", "host": True, "data": text}
     for each in hosts:
-        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": [None]}
+        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": {}}
     assert moved == [len(data)]
     # Between two calls nobody holds the lock; what was noted as here must stay.
     for entry in entries():
         with pytest.raises(ModelError, match=r"^a distribution uses .*; wait until it has ended$"):
             remove(entry)
     wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
-    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": [""]}
+    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": {"alpha": ""}}
     for used in (used for each in hosts for used in each._used.values()):
         os.close(used)
     for entry in entries():

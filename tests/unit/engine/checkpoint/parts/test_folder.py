@@ -92,3 +92,13 @@ def test_a_gguf_file_without_its_header_is_nowhere(
         PartsFile.create(one.folder / name, 8)
     write_repository(one)
     assert own_path(Path("/far/b.gguf"), two, ()) is None
+
+
+def test_a_shared_model_is_not_looked_for_where_the_launcher_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there on another host may be another model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (launcher := tmp_path / "b.gguf").touch()
+    assert own_path(launcher, None, ()) == launcher
+    assert own_path(launcher, Repository("org/model", "0" * 40), ()) is None
