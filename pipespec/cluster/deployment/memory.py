@@ -26,6 +26,7 @@ from pipespec.errors import ConfigError
 from pipespec.placement.measurements import draft_slots, slots_by_setting
 from pipespec.placement.slices import GIB
 from pipespec.system import heap
+from pipespec.system.devices import require_device
 
 WEIGHTS = "the weights"
 # Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
@@ -57,9 +58,12 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
     return deployment.target if rank else deployment.draft
 
 
-def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+def required_bytes(
+    deployment: Deployment, rank: int, *, mid: bool = False, mapped: bool = False
+) -> Counter[str]:
     """Bytes that a rank, or each tensor-parallel member of it, uses on its device, by setting or
-    WEIGHTS. `mid`: those of the mid-size model alone."""
+    WEIGHTS. `mid`: those of the mid-size model alone; `mapped`: weights that are mapped from files
+    count too."""
     info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
@@ -84,7 +88,8 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
     device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
-    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
+    held = weight_bytes(deployment, info, device, layers, members)
+    found[WEIGHTS] += held_bytes(deployment, info, layers, members) if mapped else held
     return found
 
 
@@ -208,9 +213,11 @@ def held_bytes(
 
 
 def free_bytes(device: str) -> int:
+    """Raises ConfigError: this machine has no such device."""
     if device == "cpu":
         swap = psutil.swap_memory().free
         return heap.free_bytes() + swap
+    require_device(device, "A rank of this machine is to compute on")
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
@@ -247,7 +254,7 @@ def require_memory(
             remedy = REMEDIES[what]
             for setting, fewer in _with_fewer_bits(deployment) if what == WEIGHTS else ():
                 with suppress(ConfigError):  # parts of groups, which cannot be quantised
-                    needed = _needed(fewer, ranks, followers=followers)
+                    needed = _needed(fewer, ranks, followers=followers, mapped=True)
                     if all(each.total() <= free[name] for name, each in needed.items()):
                         remedy = f"set {setting}, with which they fit"
                         break
@@ -259,17 +266,18 @@ def require_memory(
 
 
 def _needed(
-    deployment: Deployment, ranks: Iterable[int], *, followers: bool
+    deployment: Deployment, ranks: Iterable[int], *, followers: bool, mapped: bool = False
 ) -> Mapping[str, Counter[str]]:
-    """Bytes that ranks certainly use, by device and by what they are for."""
+    """Bytes that ranks certainly use, by device and by what they are for; see `required_bytes`."""
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         devices = (deployment.devices[rank], *map(deployment.device_of, others))
         for device in devices:
-            by_device[device] += required_bytes(deployment, rank)
+            by_device[device] += required_bytes(deployment, rank, mapped=mapped)
         if rank == 0 and deployment.mid is not None:
-            by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
+            mid = required_bytes(deployment, 0, mid=True, mapped=mapped)
+            by_device[deployment.devices[0]] += mid
     return by_device
 
 

@@ -26,11 +26,11 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import median_ms
 from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
-from pipespec.errors import ConfigError, HostFailed, ModelError
+from pipespec.errors import HostFailed, ModelError
 from pipespec.placement.host_figures import ModelSizes
 from pipespec.placement.measurements import model_sizes
 from pipespec.system.device_copy import make_current
-from pipespec.system.devices import num_cuda
+from pipespec.system.devices import require_device
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import Unreadable, from_fields, typed
 from pipespec.system.versions import package_version
@@ -287,13 +287,8 @@ def _free_bytes(device: str, num_cpu: int) -> int:
         import psutil
 
         return int(psutil.virtual_memory().available // num_cpu)
-    count = num_cuda()
-    index = int(device.partition(":")[2] or 0)
-    if index >= count:
-        raise ConfigError(
-            f"{device} is not there: this machine has {count} CUDA devices; correct its devices."
-        )
-    return int(torch.cuda.mem_get_info(index)[0])
+    require_device(device, "The hosts file names")
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _processor() -> str:

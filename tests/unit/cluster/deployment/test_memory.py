@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +180,26 @@ def test_setting_with_which_the_weights_fit_is_named() -> None:
     needed = 2 * required_bytes(planned(*settings, "model.dtype=bfloat16"), 1).total()
     with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
         require_memory(planned(*settings, "model.dtype=float32"), [1], lambda device: needed)
+
+
+def test_setting_with_which_weights_are_mapped_is_named_where_they_have_room() -> None:
+    plain = planned("model.context=64", "model.dtype=float32")
+    small = planned("model.context=64", "model.dtype=bfloat16")
+    room = required_bytes(small, 1, mapped=True).total()
+    with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
+        require_memory(plain, [1], lambda device: room)
+    room = required_bytes(small, 1).total()
+    with pytest.raises(ConfigError, match=r"a smaller model, or model\.quantization"):
+        require_memory(plain, [1], lambda device: room)
+
+
+def test_device_of_a_hosts_file_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    host = "{name: a, address: 127.0.0.1, ssh: local, devices: [cuda:98, cuda:99]}"
+    file.write_text(f"hosts: [{host}]\n")
+    deployment = decide(compose([f"cluster={file}"]))
+    with pytest.raises(ConfigError, match=r"to compute on cuda:99, but this machine has \d+ CUDA"):
+        require_memory(deployment, [1])
 
 
 def test_more_memory_than_any_machine_has_is_refused() -> None:
