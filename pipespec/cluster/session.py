@@ -39,7 +39,7 @@ from pipespec.cluster.weights.locations import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
-from pipespec.engine.checkpoint.checkpoint import open_files
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
@@ -189,7 +189,7 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     require_backend(deployment)
     memory.require_files(deployment)
     for _, info in deployment.models:
-        open_files(info.path).require_tokenizer()
+        tokenizer.require(info.path)
     # A prompt that is not read yet has a token at least.
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))

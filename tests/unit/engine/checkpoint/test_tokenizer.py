@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,9 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
 
 
-def refusal(model: Path) -> str:
+def refusal(model: Path, read: Callable[[Path], object] = tokenizer.load) -> str:
     with pytest.raises(ModelError) as caught:
-        tokenizer.load(model)
+        read(model)
     message = str(caught.value)
     assert str(model) in message and "\n" not in message
     return message
@@ -118,6 +119,7 @@ NONE = (b"", b"\xff\xfe\x00", b"{}", b"[]", b"null", b'{"added_tokens": []}', b'
 def test_a_tokenizer_that_is_none(model: Path, content: bytes) -> None:
     (model / "tokenizer.json").write_bytes(content)
     assert "cannot be used" in refusal(model)
+    assert "cannot be used" in refusal(model, tokenizer.require)  # which imports no Transformers
 
 
 def test_a_tokenizer_without_tokens(model: Path) -> None:
