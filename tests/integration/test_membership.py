@@ -139,7 +139,8 @@ def test_only_workers_that_said_so_are_alive(life: Life) -> None:
     assert shared.alive(everybody) == {}
     shared.renew("alpha/1", 41)
     shared.renew("beta/0", 42)
-    shared.renew("beta/0", 43)  # started again
+    shared.renew("beta/0", 43, "5 1 4096")  # started again
+    assert shared.loaded(everybody) == {"alpha/1": 0, "beta/0": 4096}
     assert life.worker().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
     assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
 

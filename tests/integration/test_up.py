@@ -20,6 +20,10 @@ from pipespec.client.answers import Result, ask
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import attach
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import bytes_by_rank
+from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
 from pipespec.controller.redis_connection import RedisConnection
@@ -54,6 +58,17 @@ BENCHMARKS = {"tales": [PROMPTS[0], "Once upon", PROMPTS[1]], "sums": [PROMPTS[2
 BENCH_TOKENS, CUT = 8, 9
 BENCH = [f"decode.max_new_tokens={BENCH_TOKENS}", "decode.ignore_eos=true"]
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
+
+
+def test_start_counts_the_bytes_that_are_loaded_until_all_are() -> None:
+    deployment, told = decide(compose([*SETTINGS, "model.context=64"])), list[tuple[int, int]]()
+    with (
+        session.start_agents(deployment) as agents,
+        session.start_cluster(deployment, agents, lambda *each: told.append(each)),
+    ):
+        done, of = zip(*told, strict=True)
+        assert [*done] == sorted(done) and done[-1] == of[-1]
+        assert {*of} == {sum(bytes_by_rank(deployment)) + deployment.num_ranks}
 
 
 @pytest.fixture(scope="module")

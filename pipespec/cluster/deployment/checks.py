@@ -152,11 +152,17 @@ def summary(deployment: Deployment) -> str | None:
 
 def loading(deployment: Deployment) -> str:
     """What is loaded, and how many bytes of it, in words."""
-    sizes = (
-        memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
-        for _, info, rank in _ranks(deployment)
-    )
-    return f"loading {deployment.target.path.name}, {size_text(sum(sizes))}"
+    size = sum(bytes_by_rank(deployment))
+    return f"loading {deployment.target.path.name}, {size_text(size)}"
+
+
+def bytes_by_rank(deployment: Deployment) -> list[int]:
+    """Bytes of the weights of each rank."""
+    found = [0] * deployment.num_ranks
+    for _, info, rank in _ranks(deployment):
+        layers = memory.layers_of(deployment, info, rank)
+        found[rank] += memory.held_bytes(deployment, info, layers)
+    return found
 
 
 def expanded(deployment: Deployment) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import bytes_by_rank
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.memory import (
     SLOT_BYTES,
@@ -29,6 +30,7 @@ from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.measurements import num_slots
+from pipespec.system.liveness import progress
 from tests.helpers import models
 
 
@@ -46,8 +48,10 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
         "policy.children=2",
         "scheduler.max_num_seqs=1",
     )
+    before = progress.num_loaded
     model = rank_components.load_model(deployment, rank)
     assert model is not None
+    assert progress.num_loaded - before == bytes_by_rank(deployment)[rank] == model.num_weight_bytes
     wanted = required_bytes(deployment, rank)
     info = deployment.target if rank else deployment.draft
     assert info is not None
