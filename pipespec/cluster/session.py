@@ -15,7 +15,6 @@ from functools import partial
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import (
-    bytes_by_rank,
     expanded,
     require_backend,
     require_quantizers,
@@ -104,7 +103,7 @@ class ClusterSession:
             return self._cluster.poll()
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
-        sizes = bytes_by_rank(self.deployment)
+        sizes = memory.bytes_by_rank(self.deployment)
 
         def all_joined(shared: Membership) -> bool:
             if not self.poll():

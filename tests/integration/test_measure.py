@@ -136,7 +136,7 @@ def test_a_spoilt_cache_is_measured_anew(cache):
 
 
 def test_a_device_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match=r"names cuda:99, but this machine has \d+ CUDA"):
+    with pytest.raises(ConfigError, match=r"compute on cuda:99, but this machine has \d+ CUDA"):
         measure(wish(devices=("cuda:99", "cpu")))
 
 

@@ -22,7 +22,7 @@ from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import attach
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import bytes_by_rank
+from pipespec.cluster.deployment.memory import bytes_by_rank
 from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished

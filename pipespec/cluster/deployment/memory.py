@@ -58,12 +58,9 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
     return deployment.target if rank else deployment.draft
 
 
-def required_bytes(
-    deployment: Deployment, rank: int, *, mid: bool = False, mapped: bool = False
-) -> Counter[str]:
+def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
     """Bytes that a rank, or each tensor-parallel member of it, uses on its device, by setting or
-    WEIGHTS. `mid`: those of the mid-size model alone; `mapped`: weights that are mapped from files
-    count too."""
+    WEIGHTS. `mid`: those of the mid-size model alone."""
     info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
@@ -88,8 +85,7 @@ def required_bytes(
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
     device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
-    held = weight_bytes(deployment, info, device, layers, members)
-    found[WEIGHTS] += held_bytes(deployment, info, layers, members) if mapped else held
+    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
 
 
@@ -212,6 +208,22 @@ def held_bytes(
     return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
 
 
+def bytes_by_rank(deployment: Deployment) -> list[int]:
+    """Bytes of the weights of each rank."""
+    found = [0] * deployment.num_ranks
+    for _, info, rank in models_by_rank(deployment):
+        found[rank] += held_bytes(deployment, info, layers_of(deployment, info, rank))
+    return found
+
+
+def models_by_rank(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
+    """What users call each model of each rank, its checkpoint, and the rank."""
+    for rank in range(deployment.num_ranks):
+        for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
+            if (info := model_of(deployment, rank, mid=mid)) is not None:
+                yield f"stage {rank}" if rank else "mid-size model" if mid else "draft", info, rank
+
+
 def free_bytes(device: str) -> int:
     """Raises ConfigError: this machine has no such device."""
     if device == "cpu":
@@ -254,7 +266,11 @@ def require_memory(
             remedy = REMEDIES[what]
             for setting, fewer in _with_fewer_bits(deployment) if what == WEIGHTS else ():
                 with suppress(ConfigError):  # parts of groups, which cannot be quantised
-                    needed = _needed(fewer, ranks, followers=followers, mapped=True)
+                    needed = _needed(fewer, ranks, followers=followers)
+                    if cpu := needed.get("cpu"):  # weights that would be mapped need room as well
+                        held = bytes_by_rank(fewer)
+                        on_cpu = [held[rank] for rank in ranks if fewer.devices[rank] == "cpu"]
+                        cpu[WEIGHTS] = max(cpu[WEIGHTS], sum(on_cpu))
                     if all(each.total() <= free[name] for name, each in needed.items()):
                         remedy = f"set {setting}, with which they fit"
                         break
@@ -266,18 +282,17 @@ def require_memory(
 
 
 def _needed(
-    deployment: Deployment, ranks: Iterable[int], *, followers: bool, mapped: bool = False
+    deployment: Deployment, ranks: Iterable[int], *, followers: bool
 ) -> Mapping[str, Counter[str]]:
-    """Bytes that ranks certainly use, by device and by what they are for; see `required_bytes`."""
+    """Bytes that ranks certainly use, by device and by what they are for."""
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         devices = (deployment.devices[rank], *map(deployment.device_of, others))
         for device in devices:
-            by_device[device] += required_bytes(deployment, rank, mapped=mapped)
+            by_device[device] += required_bytes(deployment, rank)
         if rank == 0 and deployment.mid is not None:
-            mid = required_bytes(deployment, 0, mid=True, mapped=mapped)
-            by_device[deployment.devices[0]] += mid
+            by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
     return by_device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import bytes_by_rank
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.memory import (
     SLOT_BYTES,
     WEIGHTS,
+    bytes_by_rank,
     free_bytes,
     kv_slots,
     kv_tokens,
@@ -174,27 +175,17 @@ def test_too_little_memory_is_refused_with_the_largest_consumer(
         require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
-def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
-    with pytest.raises(ConfigError, match=r"for the weights, .* model\.quantization"):
-        require_memory(planned("model.context=64"), [1], lambda device: 0)
-
-
-def test_setting_with_which_the_weights_fit_is_named() -> None:
-    settings = ("model.context=64", "cluster.tensor_parallel=2")  # parts of weights are copied
-    needed = 2 * required_bytes(planned(*settings, "model.dtype=bfloat16"), 1).total()
-    with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
-        require_memory(planned(*settings, "model.dtype=float32"), [1], lambda device: needed)
-
-
-def test_setting_with_which_weights_are_mapped_is_named_where_they_have_room() -> None:
+def test_weights_that_do_not_fit_name_the_first_setting_with_which_they_do() -> None:
     plain = planned("model.context=64", "model.dtype=float32")
     small = planned("model.context=64", "model.dtype=bfloat16")
-    room = required_bytes(small, 1, mapped=True).total()
-    with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
-        require_memory(plain, [1], lambda device: room)
-    room = required_bytes(small, 1).total()
-    with pytest.raises(ConfigError, match=r"a smaller model, or model\.quantization"):
-        require_memory(plain, [1], lambda device: room)
+    enough = required_bytes(small, 1).total() + bytes_by_rank(small)[1]  # these are mapped
+    for room, remedy in (
+        (enough, "set model.dtype=bfloat16, with which they fit"),
+        (enough - 1, "set model.quantization=nf4, with which they fit"),
+        (0, "use more hosts or devices, a smaller model, or model.quantization"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"free; {remedy}.")):
+            require_memory(plain, [1], lambda device, room=room: room)
 
 
 def test_device_of_a_hosts_file_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:
