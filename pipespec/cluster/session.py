@@ -39,7 +39,7 @@ from pipespec.cluster.weights.locations import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
-from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
@@ -109,8 +109,8 @@ class ClusterSession:
             if not self.poll():
                 raise RankFailed("The ranks ended before they had any work.")
             epoch, workers = self.state.epoch, self.state.assignment.workers
-            shared.await_attached(epoch, len(workers), HEARTBEAT_S)
-            joined, loaded = shared.attached(epoch), shared.loaded(workers)
+            joined = shared.await_attached(epoch, len(workers), HEARTBEAT_S)
+            loaded = shared.loaded(workers)
             done = sum(
                 size if rank in joined else min(loaded.get(worker, 0), size)
                 for rank, (worker, size) in enumerate(zip(workers, sizes, strict=False))
@@ -193,7 +193,7 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     require_backend(deployment)
     memory.require_files(deployment)
     for _, info in deployment.models:
-        tokenizer.require(info.path)
+        open_files(info.path).require_tokenizer()
     # A prompt that is not read yet has a token at least.
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))

@@ -141,12 +141,13 @@ class Membership(RedisClient):
             time.sleep(POLL_S)
         return True
 
-    def await_attached(self, epoch: int, count: int, timeout: float) -> int:
-        """How many ranks have joined an epoch; waits until there are `count` or time is up."""
+    def await_attached(self, epoch: int, count: int, timeout: float) -> dict[int, int]:
+        """The ranks that have joined an epoch, with their process ids; waits until there are
+        `count` or time is up."""
         deadline = time.monotonic() + timeout
         while True:
-            joined = len(self.attached(epoch))
-            if joined >= count or time.monotonic() >= deadline:
+            joined = self.attached(epoch)
+            if len(joined) >= count or time.monotonic() >= deadline:
                 return joined
             time.sleep(POLL_S)
 

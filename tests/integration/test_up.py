@@ -442,22 +442,17 @@ def test_failed_start_gives_its_reason_and_leaves_nothing(place: Sandbox) -> Non
     assert place.processes() == []
 
 
-def test_a_start_that_is_interrupted_leaves_nothing(place: Sandbox) -> None:
-    process = place.start("up", "--detach", *SETTINGS)
+@pytest.mark.parametrize("by_down", [False, True])
+def test_start_that_is_ended_while_it_loads_leaves_nothing(place: Sandbox, by_down: bool) -> None:
+    process = place.start("up", *([] if by_down else ["--detach"]), *SETTINGS)
     until(lambda: registry.entries(), PATIENCE_S)
-    process.send_signal(signal.SIGTERM)
+    if by_down:
+        assert main(["down", "default"]) == 0
+    else:
+        process.send_signal(signal.SIGTERM)
     process.communicate(timeout=ENDING_S)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert by_down or process.returncode == 128 + signal.SIGTERM
     until(lambda: not place.processes())
-    assert place.files() == []
-
-
-def test_down_ends_a_cluster_that_is_still_loading(place: Sandbox) -> None:
-    process = place.start("up", *SETTINGS)
-    until(lambda: registry.entries(), PATIENCE_S)
-    assert main(["down", "default"]) == 0
-    process.communicate(timeout=ENDING_S)
-    assert place.processes() == []
     assert place.files() == []
 
 

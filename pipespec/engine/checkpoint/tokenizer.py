@@ -18,10 +18,8 @@ from typing import Any, NoReturn
 from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
 from pipespec.errors import ModelError
 from pipespec.system import heap
-from pipespec.system.result_cache import cached_call, load_cached
+from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason
-
-CACHE = "tokenizers"
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,8 @@ class BackendTokenizer:
 def load(path: Path) -> BackendTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
     files = open_files(path)
-    return cached_call(CACHE, BackendTokenizer, _depends(files), _read, files)
-
-
-def require(path: Path) -> None:
-    """Raise ModelError unless `load` finds a tokenizer in its cache, or one that can be read as far
-    as is known without Transformers."""
-    files = open_files(path)
-    if load_cached(CACHE, _depends(files)) is None:
-        files.require_tokenizer()
-
-
-def _depends(files: StoredFiles) -> dict[str, Any]:
     try:
-        return {
+        depends = {
             "files": files.tokenizer_state(),
             "templates": "all",  # of several; earlier checkouts kept one
             "transformers": importlib.metadata.version("transformers"),
@@ -112,6 +98,7 @@ def _depends(files: StoredFiles) -> dict[str, Any]:
         }
     except Unreadable as error:
         raise files.tokenizer_refused(str(error)) from None
+    return cached_call("tokenizers", BackendTokenizer, depends, _read, files)
 
 
 def _read(files: StoredFiles) -> BackendTokenizer:
