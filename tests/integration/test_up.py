@@ -307,9 +307,9 @@ def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
 
 
 @pytest.mark.usefixtures("up")
-def test_a_setting_of_the_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--on", NAME, "--prompt", "a", "policy.width=2"]) == 2
-    assert "'policy.width' was settled when the cluster 'lab' started" in capsys.readouterr().err
+def test_a_prompt_too_long_and_a_name_that_is_wrong_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["generate", "--on", NAME, "--prompt", "king " * 4000]) == 2
     assert "the context holds 2048" in capsys.readouterr().err
     assert main(["generate", "--on", "labs", "--prompt", "a"]) == 2
