@@ -69,15 +69,13 @@ def cuda_figures() -> Iterator[dict[str, Any]]:
         }
 
 
-def require_device(device: str, asks: str) -> None:
+def require_device(device: str, asks: str, remedy: str = "see `pipespec doctor`") -> None:
     """Raise ConfigError if this machine lacks a device such as `cuda:1`; `asks`: the clause that
     says who asks for it."""
     kind, _, index = device.partition(":")
     count = num_cuda() if kind == "cuda" else 1
     if int(index or 0) >= count:
-        raise ConfigError(
-            f"{asks} {device}, but this machine has {count} CUDA devices; see `pipespec doctor`."
-        )
+        raise ConfigError(f"{asks} {device}, but this machine has {count} CUDA devices; {remedy}.")
 
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
