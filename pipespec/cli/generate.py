@@ -121,7 +121,10 @@ def decode(
     from pipespec.cluster.deployment.checks import loading
     from pipespec.cluster.deployment.deployment import fit_context
 
-    with progress(loading(deployment)) as (on_loaded,), session.start_agents(deployment) as agents:
+    with (
+        progress(loading(deployment), of_bytes=True) as (on_loaded,),
+        session.start_agents(deployment) as agents,
+    ):
         served = ModelInfo.of(deployment)
         ids = served.encode(prompt, chat=chosen.decode.chat)
         deployment = fit_context(deployment, len(ids), requests=1)

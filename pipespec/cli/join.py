@@ -84,20 +84,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def devices_of(named: list[str] | None) -> list[str]:
     from pipespec.config.entries import devices as checked
-    from pipespec.system.devices import num_cuda
+    from pipespec.system.devices import num_cuda, require_device
 
     if named is None:
         return [f"cuda:{number}" for number in range(num_cuda())] or ["cpu"]
     found = [device for group in checked("--devices", named) for device in group]
-    count = num_cuda() if any(each.startswith("cuda") for each in found) else 0
     for device in found:
         if device in ("auto", "cuda"):
             raise ConfigError(f"--devices holds {device!r}; name each device, as in cuda:0,cuda:1.")
-        if device != "cpu" and int(device.partition(":")[2]) >= count:
-            raise ConfigError(
-                f"--devices holds {device}, but this machine has {count} CUDA devices; see "
-                "`pipespec doctor`."
-            )
+        require_device(device, "--devices holds")
     return found
 
 

@@ -175,7 +175,7 @@ def stay(
                     )
                 deployment = with_weights(checked(deployment, stays=True))
                 with (
-                    progress(loading(deployment)) as (on_loaded,),
+                    progress(loading(deployment), of_bytes=True) as (on_loaded,),
                     session.start_agents(deployment, stays=True) as agents,
                 ):
                     served = ModelInfo.of(deployment)

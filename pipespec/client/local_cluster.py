@@ -59,14 +59,13 @@ def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager
 @contextmanager
 def running(
     deployment: Deployment,
-    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
 ) -> Iterator[Running]:
     """Start the cluster of a deployment and ask it; it ends with the block."""
     with session.start_agents(deployment) as agents:
         served = ModelInfo.of(deployment)
         with (
-            session.start_cluster(deployment, agents, on_loaded, on_log) as cluster,
+            session.start_cluster(deployment, agents, on_log=on_log) as cluster,
             asking(cluster, served) as client,
         ):
             yield Running(cluster, client)

@@ -11,7 +11,6 @@ from pipespec.cluster.deployment.checks import check_groups, require_attention
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
-from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Needs, Problem, Worker
@@ -37,7 +36,6 @@ def decide(
 
     def inspected(kind: str) -> CheckpointInfo:
         model, name = elsewhere.get(kind, getattr(config.model, kind)), quantization_of(kind)
-        refuse_unread(model)
         found = inspect(model)
         found.check_quantization(f"model.{name}", getattr(config.model, name))
         return found

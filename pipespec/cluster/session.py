@@ -103,17 +103,21 @@ class ClusterSession:
             return self._cluster.poll()
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
-        joined = -1
+        sizes = memory.bytes_by_rank(self.deployment)
 
         def all_joined(shared: Membership) -> bool:
-            nonlocal joined
             if not self.poll():
                 raise RankFailed("The ranks ended before they had any work.")
-            state = self.state
-            count = len(state.assignment.workers)
-            joined = shared.await_attached(state.epoch, max(joined + 1, 0), HEARTBEAT_S)
-            on_loaded(joined, count)
-            return joined >= count
+            epoch, workers = self.state.epoch, self.state.assignment.workers
+            joined = shared.await_attached(epoch, len(workers), HEARTBEAT_S)
+            loaded = shared.loaded(workers)
+            done = sum(
+                size if rank in joined else min(loaded.get(worker, 0), size)
+                for rank, (worker, size) in enumerate(zip(workers, sizes, strict=False))
+            )
+            # A byte more for each that has joined, so that a bar is full only then.
+            on_loaded(done + len(joined), sum(sizes) + len(workers))
+            return len(joined) >= len(workers)
 
         self._until(all_joined)
 
@@ -228,17 +232,17 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
 def start_cluster(
     deployment: Deployment,
     agents: WorkerGroup,
-    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_loaded: Callable[[int, int], None] = lambda num_bytes, of: None,
     on_log: Callable[[str, str], None] | None = None,
     on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a deployment with the agents of its hosts, wait until all ranks are
     ready, and end it afterwards. Leaving the block waits for submitted requests; an exception ends
-    the ranks at once. `on_loaded` is called again and again with how many ranks have loaded their
-    models, and of how many; what it raises ends the start. `on_log` is called with a worker's name
-    and rank and a line that it wrote, `on_begun` with the controller's address, when workers
-    started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank starts;
-    RankFailed if one failed, or was lost again and again: the others have been ended."""
+    the ranks at once. `on_loaded` is called again and again with how many bytes of weights the
+    ranks have loaded, and of how many; what it raises ends the start. `on_log` is called with a
+    worker's name and rank and a line that it wrote, `on_begun` with the controller's address, when
+    workers started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank
+    starts; RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
     over = threading.Event()

@@ -79,12 +79,15 @@ def _bars(*columns: ProgressColumn) -> Progress:
 
 
 @contextmanager
-def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Bars on a terminal until all are full, with the time that they have taken; one of which
-    nothing is done yet moves to and fro. Yields what moves each: how much, of how much."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+def progress(*names: str, of_bytes: bool = False) -> Iterator[list[Callable[[int, int], None]]]:
+    """Bars on a terminal until all are full, with the time that they have taken, and `of_bytes`
+    their speed; one of which nothing is done yet moves to and fro. Yields what moves each: how
+    much, of how much."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-    with _bars(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as bars:
+    speed = [TransferSpeedColumn()] if of_bytes else []
+    shown = TextColumn("{task.description}"), BarColumn(), *speed, TimeElapsedColumn()
+    with _bars(*shown) as bars:
 
         def move(bar: TaskID, done: int, of: int) -> None:
             bars.update(bar, completed=done, total=of if done else None)

@@ -56,7 +56,7 @@ class Membership(RedisClient):
         self._last_suspicion = "0"
         self._launcher_renewed_at = -math.inf
 
-    def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
+    def renew(self, worker: str, pid: int, progress: str = "0 1 0") -> None:
         """Renew the lease of a worker for LEASE_S, with its `progress` (`Progress.describe`)."""
         beat = f"{pid} {progress} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
@@ -78,6 +78,10 @@ class Membership(RedisClient):
         """The leases of those workers: each renewal changes a worker's."""
         held = self._pipe.call("MGET", *map(self._keys.lease, workers))
         return {worker: beat for worker, beat in zip(workers, held, strict=True) if beat}
+
+    def loaded(self, workers: Sequence[str]) -> dict[str, int]:
+        """How many bytes of weights those of the workers that live have loaded."""
+        return {worker: int(beat.split()[3]) for worker, beat in self.beats(workers).items()}
 
     def epoch(self, after: int, timeout: float) -> Epoch | None:
         """The newest epoch later than `after`; None if none begins within `timeout` seconds."""
@@ -137,12 +141,13 @@ class Membership(RedisClient):
             time.sleep(POLL_S)
         return True
 
-    def await_attached(self, epoch: int, count: int, timeout: float) -> int:
-        """How many ranks have joined an epoch; waits until there are `count` or time is up."""
+    def await_attached(self, epoch: int, count: int, timeout: float) -> dict[int, int]:
+        """The ranks that have joined an epoch, with their process ids; waits until there are
+        `count` or time is up."""
         deadline = time.monotonic() + timeout
         while True:
-            joined = len(self.attached(epoch))
-            if joined >= count or time.monotonic() >= deadline:
+            joined = self.attached(epoch)
+            if len(joined) >= count or time.monotonic() >= deadline:
                 return joined
             time.sleep(POLL_S)
 

@@ -69,6 +69,15 @@ def cuda_figures() -> Iterator[dict[str, Any]]:
         }
 
 
+def require_device(device: str, asks: str, remedy: str = "see `pipespec doctor`") -> None:
+    """Raise ConfigError if this machine lacks a device such as `cuda:1`; `asks`: the clause that
+    says who asks for it."""
+    kind, _, index = device.partition(":")
+    count = num_cuda() if kind == "cuda" else 1
+    if int(index or 0) >= count:
+        raise ConfigError(f"{asks} {device}, but this machine has {count} CUDA devices; {remedy}.")
+
+
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without.
     Raises ConfigError: this machine lacks one of them."""
@@ -78,12 +87,8 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     for rank, name in enumerate(names):
         if name == "auto":
             name = "cuda" if count else "cpu"
+        require_device(name, f"cluster.devices asks at rank {rank} for")
         kind, _, index = name.partition(":")
-        if kind == "cuda" and (not count or int(index or 0) >= count):
-            raise ConfigError(
-                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
-                "CUDA devices; see `pipespec doctor`."
-            )
         # The head's draft shares a device only when there are fewer devices than ranks.
         devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
     return tuple(devices)

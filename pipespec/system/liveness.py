@@ -41,6 +41,7 @@ class Progress:
     """The progress of this process; only the thread that shares it counts."""
 
     def __init__(self) -> None:
+        self.num_loaded, self._loading = 0, threading.Lock()
         self.share(memoryview(bytearray(SIZE)))
 
     def share(self, memory: mmap | memoryview) -> None:
@@ -79,9 +80,15 @@ class Progress:
         """Another thread of this process runs."""
         self._cells[_BEATS] += 1
 
+    def load(self, num_bytes: int) -> None:
+        """So many bytes of weights more are in memory; any thread may say so."""
+        with self._loading:
+            self.num_loaded += num_bytes
+
     def describe(self) -> str:
-        """The counts so far, and whether the process works."""
-        return f"{self._cells[_COUNT]} {int(self._cells[_LIMIT_MS] != _WAITING)}"
+        """The counts so far, whether the process works, and the bytes that it has loaded."""
+        working = int(self._cells[_LIMIT_MS] != _WAITING)
+        return f"{self._cells[_COUNT]} {working} {self.num_loaded}"
 
 
 progress = Progress()

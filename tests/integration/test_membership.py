@@ -139,7 +139,8 @@ def test_only_workers_that_said_so_are_alive(life: Life) -> None:
     assert shared.alive(everybody) == {}
     shared.renew("alpha/1", 41)
     shared.renew("beta/0", 42)
-    shared.renew("beta/0", 43)  # started again
+    shared.renew("beta/0", 43, "5 1 4096")  # started again
+    assert shared.loaded(everybody) == {"alpha/1": 0, "beta/0": 4096}
     assert life.worker().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
     assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
 
@@ -149,17 +150,16 @@ def test_only_workers_that_said_so_are_alive(life: Life) -> None:
 
 def test_ranks_attach_to_one_epoch(life: Life) -> None:
     shared, epoch = life.worker(), life.begin()
-    assert shared.attached(epoch) == {}
-    assert shared.await_attached(epoch, 2, SHORT_S) == 0
+    assert shared.attached(epoch) == shared.await_attached(epoch, 2, SHORT_S) == {}
     for rank in (2, 0):
         life.rank(epoch, rank)
-    assert shared.attached(epoch) == dict.fromkeys((0, 2), os.getpid())
-    assert shared.await_attached(epoch, 3, SHORT_S) == 2
-    assert shared.await_attached(epoch, 2, 0) == 2
+    joined = dict.fromkeys((0, 2), os.getpid())
+    assert shared.await_attached(epoch, 3, SHORT_S) == joined
+    assert shared.await_attached(epoch, 2, 0) == shared.attached(epoch) == joined
     with ThreadPoolExecutor(1) as waiter:
         waiting = waiter.submit(shared.await_attached, epoch, 3, PATIENCE_S)
         life.rank(epoch, 1)
-        assert waiting.result() == 3
+        assert waiting.result().keys() == {0, 1, 2}
     later = life.begin()
     assert shared.attached(later) == shared.attached(epoch) == {}
     with pytest.raises(StaleEpoch):

@@ -20,6 +20,10 @@ from pipespec.client.answers import Result, ask
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import attach
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.memory import bytes_by_rank
+from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
 from pipespec.controller.redis_connection import RedisConnection
@@ -54,6 +58,17 @@ BENCHMARKS = {"tales": [PROMPTS[0], "Once upon", PROMPTS[1]], "sums": [PROMPTS[2
 BENCH_TOKENS, CUT = 8, 9
 BENCH = [f"decode.max_new_tokens={BENCH_TOKENS}", "decode.ignore_eos=true"]
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
+
+
+def test_start_counts_the_bytes_that_are_loaded_until_all_are() -> None:
+    deployment, told = decide(compose([*SETTINGS, "model.context=64"])), list[tuple[int, int]]()
+    with (
+        session.start_agents(deployment) as agents,
+        session.start_cluster(deployment, agents, lambda *each: told.append(each)),
+    ):
+        done, of = zip(*told, strict=True)
+        assert [*done] == sorted(done) and done[-1] == of[-1]
+        assert {*of} == {sum(bytes_by_rank(deployment)) + deployment.num_ranks}
 
 
 @pytest.fixture(scope="module")
@@ -292,9 +307,9 @@ def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
 
 
 @pytest.mark.usefixtures("up")
-def test_a_setting_of_the_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--on", NAME, "--prompt", "a", "policy.width=2"]) == 2
-    assert "'policy.width' was settled when the cluster 'lab' started" in capsys.readouterr().err
+def test_a_prompt_too_long_and_a_name_that_is_wrong_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["generate", "--on", NAME, "--prompt", "king " * 4000]) == 2
     assert "the context holds 2048" in capsys.readouterr().err
     assert main(["generate", "--on", "labs", "--prompt", "a"]) == 2
@@ -427,22 +442,17 @@ def test_failed_start_gives_its_reason_and_leaves_nothing(place: Sandbox) -> Non
     assert place.processes() == []
 
 
-def test_a_start_that_is_interrupted_leaves_nothing(place: Sandbox) -> None:
-    process = place.start("up", "--detach", *SETTINGS)
+@pytest.mark.parametrize("by_down", [False, True])
+def test_start_that_is_ended_while_it_loads_leaves_nothing(place: Sandbox, by_down: bool) -> None:
+    process = place.start("up", *([] if by_down else ["--detach"]), *SETTINGS)
     until(lambda: registry.entries(), PATIENCE_S)
-    process.send_signal(signal.SIGTERM)
+    if by_down:
+        assert main(["down", "default"]) == 0
+    else:
+        process.send_signal(signal.SIGTERM)
     process.communicate(timeout=ENDING_S)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert by_down or process.returncode == 128 + signal.SIGTERM
     until(lambda: not place.processes())
-    assert place.files() == []
-
-
-def test_down_ends_a_cluster_that_is_still_loading(place: Sandbox) -> None:
-    process = place.start("up", *SETTINGS)
-    until(lambda: registry.entries(), PATIENCE_S)
-    assert main(["down", "default"]) == 0
-    process.communicate(timeout=ENDING_S)
-    assert place.processes() == []
     assert place.files() == []
 
 

@@ -4,7 +4,6 @@ hold of weights of few bits, in words."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
@@ -142,7 +141,7 @@ def summary(deployment: Deployment) -> str | None:
     if not any(info.few_bits for _, info in deployment.models):
         return None
     found = []
-    for name, info, rank in _ranks(deployment):
+    for name, info, rank in memory.models_by_rank(deployment):
         held = deployment.weight_format(info)
         size = memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
         how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
@@ -152,11 +151,8 @@ def summary(deployment: Deployment) -> str | None:
 
 def loading(deployment: Deployment) -> str:
     """What is loaded, and how many bytes of it, in words."""
-    sizes = (
-        memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
-        for _, info, rank in _ranks(deployment)
-    )
-    return f"loading {deployment.target.path.name}, {size_text(sum(sizes))}"
+    size = sum(memory.bytes_by_rank(deployment))
+    return f"loading {deployment.target.path.name}, {size_text(size)}"
 
 
 def expanded(deployment: Deployment) -> str | None:
@@ -180,10 +176,3 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
     if not info.can_keep:
         return f"{become}, as no product takes their format ({info.storage.dequantized_from})"
     return f"{become}, as model.keep_quantized is no"
-
-
-def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
-    for rank in range(deployment.num_ranks):
-        for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
-            if (info := memory.model_of(deployment, rank, mid=mid)) is not None:
-                yield f"stage {rank}" if rank else "mid-size model" if mid else "draft", info, rank

@@ -26,6 +26,7 @@ from pipespec.errors import ConfigError
 from pipespec.placement.measurements import draft_slots, slots_by_setting
 from pipespec.placement.slices import GIB
 from pipespec.system import heap
+from pipespec.system.devices import require_device
 
 WEIGHTS = "the weights"
 # Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
@@ -207,10 +208,28 @@ def held_bytes(
     return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
 
 
+def bytes_by_rank(deployment: Deployment) -> list[int]:
+    """Bytes of the weights of each rank."""
+    found = [0] * deployment.num_ranks
+    for _, info, rank in models_by_rank(deployment):
+        found[rank] += held_bytes(deployment, info, layers_of(deployment, info, rank))
+    return found
+
+
+def models_by_rank(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
+    """What users call each model of each rank, its checkpoint, and the rank."""
+    for rank in range(deployment.num_ranks):
+        for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
+            if (info := model_of(deployment, rank, mid=mid)) is not None:
+                yield f"stage {rank}" if rank else "mid-size model" if mid else "draft", info, rank
+
+
 def free_bytes(device: str) -> int:
+    """Raises ConfigError: this machine has no such device."""
     if device == "cpu":
         swap = psutil.swap_memory().free
         return heap.free_bytes() + swap
+    require_device(device, "A rank of this machine is to compute on")
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
@@ -248,6 +267,10 @@ def require_memory(
             for setting, fewer in _with_fewer_bits(deployment) if what == WEIGHTS else ():
                 with suppress(ConfigError):  # parts of groups, which cannot be quantised
                     needed = _needed(fewer, ranks, followers=followers)
+                    if cpu := needed.get("cpu"):  # weights that would be mapped need room as well
+                        held = bytes_by_rank(fewer)
+                        on_cpu = [held[rank] for rank in ranks if fewer.devices[rank] == "cpu"]
+                        cpu[WEIGHTS] = max(cpu[WEIGHTS], sum(on_cpu))
                     if all(each.total() <= free[name] for name, each in needed.items()):
                         remedy = f"set {setting}, with which they fit"
                         break

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from pipespec.cluster.deployment.memory import free_bytes
 from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
@@ -26,11 +27,11 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import median_ms
 from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
-from pipespec.errors import ConfigError, HostFailed, ModelError
+from pipespec.errors import HostFailed, ModelError
 from pipespec.placement.host_figures import ModelSizes
 from pipespec.placement.measurements import model_sizes
+from pipespec.system import heap
 from pipespec.system.device_copy import make_current
-from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import Unreadable, from_fields, typed
 from pipespec.system.versions import package_version
@@ -71,7 +72,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     measured: dict[str, _Times | None] = {}
     found = []
     for device, roles in zip(request.devices, request.roles, strict=True):
-        memory = _free_bytes(device, num_cpu)
+        # Workers on the CPU share the main memory.
+        memory = heap.free_bytes() // num_cpu if device == "cpu" else free_bytes(device)
         bench = _DeviceBenchmark(request, torch.device(device), threads, memory)
         figures: dict[str, Any] = {"model": bench.device_name, "memory_bytes": memory}
         for role, info in (("stage", target), ("draft", draft)):
@@ -279,21 +281,6 @@ def all_reduce_ms(devices: Sequence[str], rows: int, hidden: int, dtype: torch.d
     with ThreadPoolExecutor(size) as pool:
         times, *_ = pool.map(member, range(size))
     return statistics.median(times)
-
-
-def _free_bytes(device: str, num_cpu: int) -> int:
-    """What a worker on the device may use; `num_cpu` workers share the main memory."""
-    if device == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().available // num_cpu)
-    count = num_cuda()
-    index = int(device.partition(":")[2] or 0)
-    if index >= count:
-        raise ConfigError(
-            f"{device} is not there: this machine has {count} CUDA devices; correct its devices."
-        )
-    return int(torch.cuda.mem_get_info(index)[0])
 
 
 def _processor() -> str:

@@ -204,9 +204,9 @@ def join_and_run(
     ):
         progress.begin(MEETING_S)
         with Membership(where.url, where.namespace) as shared, Waiting():
-            while len(shared.attached(where.epoch)) < deployment.num_ranks:
+            count = deployment.num_ranks
+            while len(shared.await_attached(where.epoch, count, LOOK_S)) < count:
                 held.heartbeat.check(where.epoch)
-                shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
         transport = connect_links(
             deployment,
             where,

@@ -18,6 +18,7 @@ from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.formats.stored import LazyTensor, Part
 from pipespec.errors import ModelError
+from pipespec.system.liveness import progress
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.validation import reason
 
@@ -60,7 +61,20 @@ def source_of(
     are read lazily, or the folder that a package of Transformers reads."""
     if files.by_package:
         return files.path, None
-    return None, {name: files.tensor(name, dtype) for name in files.headers(parts)}
+    return None, {name: _Counted(files.tensor(name, dtype), dtype) for name in files.headers(parts)}
+
+
+class _Counted:
+    """A slice of a checkpoint that counts, when it is read, what it takes in a model of `dtype`."""
+
+    def __init__(self, tensor: Any, dtype: torch.dtype):
+        self._tensor, self._dtype = tensor, dtype
+        self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found: torch.Tensor = self._tensor[index]
+        progress.load(found.numel() * self._dtype.itemsize)
+        return found
 
 
 def build(

@@ -11,7 +11,6 @@ from pipespec.engine.checkpoint.parts import folder as parts_folder
 from pipespec.engine.checkpoint.parts.sources import HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
-from pipespec.engine.formats.gguf_tokenizer import require_tokenizer
 from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
@@ -50,13 +49,6 @@ def _hub_name(model: str | Path) -> tuple[str, str | None] | None:
     return (
         None if {repo[0], repo[-1]} & {*"-."} or re.search(r"--|\.\.", repo) else (repo, found[3])
     )
-
-
-def refuse_unread(model: str | Path) -> None:
-    """Raise ModelError at once if a model is a GGUF file here whose tokenizer is not read."""
-    path = home_expanded(model)
-    if is_gguf(path) and parts_of(path)[0].is_file():
-        require_tokenizer(path)
 
 
 def can_be_fetched(model: str) -> bool:

@@ -146,7 +146,7 @@ class GgufFiles:
         }
 
     def _read(self) -> GgufHeader:
-        gguf_tokenizer.require_tokenizer(self.path)
+        self.require_tokenizer()
         architecture = architecture_of(self.places)
         require_types(self.places)
         config = config_of(self.places, architecture)
@@ -250,7 +250,11 @@ class GgufFiles:
         )
 
     def require_tokenizer(self) -> None:
-        gguf_tokenizer.require_tokenizer(self.path)
+        """Raise ModelError if the tokenizer is of a kind that is not read."""
+        field = GgufFile(parts_of(self.path)[0]).metadata
+        kind, split = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
+        if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
+            raise self.tokenizer_refused(why)
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); {FOREIGN}")

@@ -10,12 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.gguf_file import FOREIGN, GgufFile, parts_of
 from pipespec.engine.formats.gguf_splits import SPLITS, Split
-from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # not needed if the tokenizer is cached
     from tokenizers import Tokenizer
@@ -78,14 +75,6 @@ def refusal(kind: Any, split: Any) -> str | None:
     if split in SPLITS:
         return None
     return f"it splits text as {split!r}, which is not among the {len(SPLITS)} ways that are read"
-
-
-def require_tokenizer(path: Path) -> None:
-    """Raise ModelError if the tokenizer in a file is of a kind that is not read."""
-    field = GgufFile(parts_of(path)[0]).metadata
-    kind, split = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
-    if kind is not None and (why := refusal(kind, split)) is not None:
-        raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
 
 
 def load_tokenizer(

@@ -227,9 +227,17 @@ class SafetensorsFolder:
         return sentencepiece_file.with_settings(model, found, self.path)
 
     def require_tokenizer(self) -> None:
-        """Raise ModelError if no file tells of a tokenizer, which is not read."""
+        """Raise ModelError if no file tells of a tokenizer, or tokenizer.json cannot be read."""
         if not any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json")):
             raise self.tokenizer_refused("")
+        made = self.path / TOKENIZER_FILES[0]
+        if made.is_file():
+            from tokenizers import Tokenizer
+
+            try:
+                Tokenizer.from_file(str(made))
+            except Exception as error:  # noqa: BLE001 - the package raises nothing narrower
+                raise self.tokenizer_refused(reason(error, named=False)) from None
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):

@@ -37,6 +37,7 @@ from pipespec.engine.low_bit.kept_linear import (
 )
 from pipespec.errors import ModelError
 from pipespec.system import heap
+from pipespec.system.liveness import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -197,6 +198,7 @@ def fill(
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
+        progress.load(module.num_bytes)
         return read
 
     by_ggml = [each for each in model.modules() if isinstance(each, GgmlLayer)]

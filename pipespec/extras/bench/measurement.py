@@ -35,7 +35,7 @@ def bench(
     load: Load = ONE_AT_A_TIME,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
-    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_loaded: Callable[[int, int], None] = lambda num_bytes, of: None,
 ) -> BenchResult:
     """Decode all samples on one cluster, started for them.
 
@@ -45,7 +45,7 @@ def bench(
             part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
-        on_loaded: called with how many ranks have loaded their models, and of how many.
+        on_loaded: called with how many bytes of weights are loaded, and of how many.
 
     Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """

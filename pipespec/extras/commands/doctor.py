@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
-from pipespec.system.devices import num_cuda
+from pipespec.system.devices import require_device
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,14 +86,9 @@ def _require_device(device: str) -> None:
     if device == "cpu":
         return
     kind, _, index = device.partition(":")
-    count = num_cuda()
     if kind != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(f"--gpu must be cpu, cuda or cuda:N, not {device!r}.")
-    if int(index or 0) >= count:
-        raise ConfigError(
-            f"{device} is not there: torch can use {count} CUDA devices here; name another one, or "
-            "try the check with --gpu cpu."
-        )
+    require_device(device, "--gpu names", "name another, or try the check with --gpu cpu")
 
 
 def _examine(settings: list[str], *, as_json: bool) -> int:

@@ -138,6 +138,6 @@ def test_only_the_thread_that_shares_its_progress_counts() -> None:
         thread.start()
         thread.join()
     assert cells[:2].tolist() == before
-    assert progress.describe() == f"{before[0]} 1"
+    assert progress.describe() == f"{before[0]} 1 0"
     progress.beat()
     assert cells[2] == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.memory import (
     SLOT_BYTES,
     WEIGHTS,
+    bytes_by_rank,
     free_bytes,
     kv_slots,
     kv_tokens,
@@ -28,6 +31,7 @@ from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.measurements import num_slots
+from pipespec.system.liveness import progress
 from tests.helpers import models
 
 
@@ -45,8 +49,10 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
         "policy.children=2",
         "scheduler.max_num_seqs=1",
     )
+    before = progress.num_loaded
     model = rank_components.load_model(deployment, rank)
     assert model is not None
+    assert progress.num_loaded - before == bytes_by_rank(deployment)[rank] == model.num_weight_bytes
     wanted = required_bytes(deployment, rank)
     info = deployment.target if rank else deployment.draft
     assert info is not None
@@ -169,16 +175,26 @@ def test_too_little_memory_is_refused_with_the_largest_consumer(
         require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
-def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
-    with pytest.raises(ConfigError, match=r"for the weights, .* model\.quantization"):
-        require_memory(planned("model.context=64"), [1], lambda device: 0)
+def test_weights_that_do_not_fit_name_the_first_setting_with_which_they_do() -> None:
+    plain = planned("model.context=64", "model.dtype=float32")
+    small = planned("model.context=64", "model.dtype=bfloat16")
+    enough = required_bytes(small, 1).total() + bytes_by_rank(small)[1]  # these are mapped
+    for room, remedy in (
+        (enough, "set model.dtype=bfloat16, with which they fit"),
+        (enough - 1, "set model.quantization=nf4, with which they fit"),
+        (0, "use more hosts or devices, a smaller model, or model.quantization"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"free; {remedy}.")):
+            require_memory(plain, [1], lambda device, room=room: room)
 
 
-def test_setting_with_which_the_weights_fit_is_named() -> None:
-    settings = ("model.context=64", "cluster.tensor_parallel=2")  # parts of weights are copied
-    needed = 2 * required_bytes(planned(*settings, "model.dtype=bfloat16"), 1).total()
-    with pytest.raises(ConfigError, match=r"; set model\.dtype=bfloat16, with which they fit"):
-        require_memory(planned(*settings, "model.dtype=float32"), [1], lambda device: needed)
+def test_device_of_a_hosts_file_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    host = "{name: a, address: 127.0.0.1, ssh: local, devices: [cuda:98, cuda:99]}"
+    file.write_text(f"hosts: [{host}]\n")
+    deployment = decide(compose([f"cluster={file}"]))
+    with pytest.raises(ConfigError, match=r"to compute on cuda:99, but this machine has \d+ CUDA"):
+        require_memory(deployment, [1])
 
 
 def test_more_memory_than_any_machine_has_is_refused() -> None:

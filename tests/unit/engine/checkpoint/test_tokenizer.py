@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -118,6 +119,8 @@ NONE = (b"", b"\xff\xfe\x00", b"{}", b"[]", b"null", b'{"added_tokens": []}', b'
 def test_a_tokenizer_that_is_none(model: Path, content: bytes) -> None:
     (model / "tokenizer.json").write_bytes(content)
     assert "cannot be used" in refusal(model)
+    with pytest.raises(ModelError, match="cannot be used"):  # before Transformers is imported
+        open_files(model).require_tokenizer()
 
 
 def test_a_tokenizer_without_tokens(model: Path) -> None:

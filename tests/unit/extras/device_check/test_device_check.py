@@ -58,7 +58,7 @@ def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "cuda:7"], "cuda:7 is not there"),
+        (["--gpu", "cuda:7"], "--gpu names cuda:7, but this machine has"),
         (["--gpu", "tpu"], "--gpu must be cpu, cuda or cuda:N, not 'tpu'."),
     ],
 )
