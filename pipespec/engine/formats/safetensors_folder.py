@@ -43,7 +43,7 @@ from pipespec.engine.formats.stored import (
 )
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
-from pipespec.system.validation import Unreadable, reason, typed
+from pipespec.system.validation import Unreadable, parse_json, read_text, reason, typed
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
@@ -227,17 +227,17 @@ class SafetensorsFolder:
         return sentencepiece_file.with_settings(model, found, self.path)
 
     def require_tokenizer(self) -> None:
-        """Raise ModelError if no file tells of a tokenizer, or tokenizer.json cannot be read."""
+        """Raise ModelError if no file tells of a tokenizer, or tokenizer.json holds none."""
         if not any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json")):
             raise self.tokenizer_refused("")
         made = self.path / TOKENIZER_FILES[0]
         if made.is_file():
-            from tokenizers import Tokenizer
-
             try:
-                Tokenizer.from_file(str(made))
-            except Exception as error:  # noqa: BLE001 - the package raises nothing narrower
-                raise self.tokenizer_refused(reason(error, named=False)) from None
+                found = parse_json(read_text(made))
+            except Unreadable as error:
+                raise self.tokenizer_refused(str(error)) from None
+            if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+                raise self.tokenizer_refused("it states no model")
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
