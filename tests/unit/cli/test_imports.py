@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.cli.main import main
 from pipespec.client.registry import claim
 from pipespec.system.folders import resource_dir
 from tests.helpers.imports import run_commands
@@ -23,7 +24,7 @@ NO_REDIS = ["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"]
 def known() -> None:
     """The first command that reads the demo pair's configs caches what Transformers makes of
     them."""
-    assert run_commands(NO_REDIS)[0][0] == 2
+    assert main(NO_REDIS) == 2
 
 
 COMMANDS = [
