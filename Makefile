@@ -79,8 +79,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# In less than two minutes on two cores; the slow unit tests are a part of `make test`.
 check: lint
-	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) tests/unit
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) -m "not slow" tests/unit
 
 # The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench

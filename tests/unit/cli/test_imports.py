@@ -13,6 +13,8 @@ from pipespec.client.registry import claim
 from pipespec.system.folders import resource_dir
 from tests.helpers.imports import run_commands
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TAKEN = "lab"
 TOO_MUCH = ["policy.capacity=1000000", "scheduler.max_num_seqs=4096"]

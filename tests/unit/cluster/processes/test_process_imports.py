@@ -23,6 +23,8 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.cluster.ranks.worker import rank_grammars
 from pipespec.config.compose import compose
+
+pytestmark = pytest.mark.slow
 demo = decide(compose([]))
 """
 

@@ -139,6 +139,7 @@ SCALED = {  # by name: how positions are scaled, the context, and the longest te
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "field"), some_of(SCALED, ["rope_scaling", "rope_parameters"]))
 def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, kind, field):
     """Its frequencies are those of a text as long as the context, from the first token on."""
@@ -239,6 +240,7 @@ def test_a_tied_head_may_be_stored_all_the_same(tmp_path):
     assert inspect(path).tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_a_checkpoint_of_the_base_model_is_taken_and_loaded(tmp_path, model_type):
     whole = build(model_type, tmp_path / "whole", tie_word_embeddings=True)
@@ -421,6 +423,7 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
     refused(path, f"{why}|config.json is not valid: .* indices in the range")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", by_kind())
 def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type, long):
     """The first and the last of those that a layer in the middle has, and of those outside of
@@ -542,6 +545,7 @@ def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
     refused(path, why)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_sentence(tmp_path):
     """Before any rank starts: in so many seconds of computing, most of them for imports."""
     path = copytree(DEMO / "draft", tmp_path / "model")

@@ -14,6 +14,8 @@ from pipespec.engine.slice.speedups import autotune, compile_slice
 from tests.helpers import models
 from tests.helpers.recording import stand_in
 
+pytestmark = pytest.mark.slow
+
 NUM_SLOTS = 100
 
 
