@@ -79,7 +79,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# In less than two minutes on two cores; the slow unit tests are a part of `make test`.
+# The slow unit tests are a part of `make test`.
 check: lint
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) -m "not slow" tests/unit
 

@@ -13,6 +13,7 @@ from pipespec.cluster.session import WORKER_ENTRYPOINT
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.system.devices import num_cuda
 
+pytestmark = pytest.mark.slow
 COMPUTES = ["torch", "transformers", "accelerate", "sympy", "triton", "llguidance"]
 CONTROLS = ["hydra", "omegaconf", "redis", "rich", "tokenizers", "numpy"]
 OPTIONAL = ["torchao", "bitsandbytes", "torchvision", "onnx", "flashinfer", "llguidance"]
@@ -23,8 +24,6 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.cluster.ranks.worker import rank_grammars
 from pipespec.config.compose import compose
-
-pytestmark = pytest.mark.slow
 demo = decide(compose([]))
 """
 
