@@ -26,7 +26,7 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 # worker makes it no faster on two cores.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race docs test test-all test-real test-flashinfer check check-gpu-code \
+.PHONY: demo race docs test test-all test-real test-flashinfer lint check check-gpu-code \
   bench-quick format clean
 .DELETE_ON_ERROR:
 
@@ -72,12 +72,16 @@ check-gpu-code: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code \
 	  tests/unit/engine/attention/test_triton_backend.py
 
-check: $(VENV)/.dev
+# What reads the code and runs none of it.
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) tests/unit
+
+# The slow unit tests are a part of `make test`.
+check: lint
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) -m "not slow" tests/unit
 
 # The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench

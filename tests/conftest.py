@@ -37,6 +37,9 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.decide import decide
+from pipespec.config.compose import compose
 from tests.helpers.real_models import lacking
 from tests.helpers.results import write_results
 
@@ -105,6 +108,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def long(pytestconfig: pytest.Config) -> bool:
     """Whether a test may take its time and try every case, not some of them."""
     return bool(pytestconfig.getoption("--long"))
+
+
+@pytest.fixture(scope="session")
+def demo() -> ModelInfo:
+    """The demo pair's target, with a short context."""
+    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

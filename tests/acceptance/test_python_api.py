@@ -186,23 +186,6 @@ def test_an_llm_that_is_dropped_leaves_nothing(
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_it_connects_to_a_cluster_that_is_up(
-    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Sandbox(tmp_path) as up:
-        settings = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.max_new_tokens=5")
-        code, _, err = up.run("up", "--detach", "--name", "lab", *settings)
-        assert (code, err) == (0, "")
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with LLM.connect("lab") as llm:
-            assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
-            # Without parameters the settings of the cluster hold.
-            assert llm.generate(PROMPTS[0])[0].token_ids == expected[0][:5]
-        with LLM.connect() as llm:  # the cluster is still up
-            assert llm.generate(PROMPTS[0])[0].token_ids == expected[0][:5]
-        assert up.run("down", "lab") == (0, "lab has ended.\n", "")
-
-
 # --- scripts --------------------------------------------------------------------------------------
 
 SCRIPT = f"""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -81,8 +82,8 @@ class Sandbox:
             preexec_fn=limit,
         )
 
-    def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        process = self.start(*arguments)
+    def run(self, *arguments: str, stdin: str = "", **how: Any) -> tuple[int, str, str]:
+        process = self.start(*arguments, **how)
         out, err = process.communicate(stdin, timeout=PATIENCE_S)
         return process.returncode, out, err
 

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.decide import decide
-from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from tests.helpers.log import head_of
@@ -37,12 +34,6 @@ def redis() -> Iterator[EmbeddedRedis]:
 def anyio_backend() -> str:
     """What runs the tests that are coroutines and marked `anyio`."""
     return "asyncio"
-
-
-@pytest.fixture(scope="session")
-def demo() -> ModelInfo:
-    """The demo pair's target, with a short context."""
-    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 @pytest.fixture

@@ -320,6 +320,13 @@ def test_a_program_ends_with_its_connection(
     until(lambda: not host._running, PATIENCE_S)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers find a silent host sooner than usual."""
+    monkeypatch.setattr(join_server, "SILENCE_S", 5)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_silent_host_is_found(
     joined: tuple[JoinedHost, HostSession, list[str]],
     talking: tuple[programs.Program, IO[bytes]],
@@ -327,6 +334,7 @@ def test_a_silent_host_is_found(
 ) -> None:
     """Its connection is open, but answers nothing, as that of a host without power."""
     (host, session, _), (program, errors) = joined, talking
+    connect = joined_host.JoinedHost._connect
     monkeypatch.setattr(joined_host.JoinedHost, "_connect", failing)
     loop.soon(host._connection.set_keepalive, 0)  # this side does not look
     loop.soon(host._connection._transport.pause_reading)
@@ -336,7 +344,7 @@ def test_a_silent_host_is_found(
     errors.seek(0)
     assert b"not responding" in errors.read()
     assert session.lost_s < 3
-    monkeypatch.undo()
+    monkeypatch.setattr(joined_host.JoinedHost, "_connect", connect)
     loop.soon(host._connection.abort)  # it comes back
 
 

@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.common.reference_texts import TRUTH_MARGIN, record_reference
+from pipespec import LLM, SamplingParams
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.client.answers import Result, ask
@@ -32,7 +33,7 @@ from pipespec.errors import RankFailed
 from pipespec.extras.bench.dataset import load
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
-from tests.helpers.imports import slow_imports
+from tests.helpers.imports import run_commands
 from tests.helpers.listening import assert_private, listening, visit
 from tests.helpers.sandbox import ENDING_S, PATIENCE_S, Sandbox
 from tests.helpers.waiting import until
@@ -149,10 +150,25 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
     assert after["up_s"] > before["up_s"]
 
 
+@pytest.mark.usefixtures("up")
+def test_python_interface_connects_to_the_cluster_and_leaves_it_up(
+    expected: dict[str, list[int]],
+) -> None:
+    few = SamplingParams(max_tokens=5, ignore_eos=True)
+    with LLM.connect(NAME) as llm:
+        outputs = llm.generate([*PROMPTS], few)
+        assert [output.token_ids for output in outputs] == [expected[p][:5] for p in PROMPTS]
+        # Without parameters the settings of the cluster hold.
+        assert llm.generate(PROMPTS[0])[0].token_ids == expected[PROMPTS[0]]
+    with LLM.connect() as llm:  # the only one
+        assert llm.generate(PROMPTS[1], few)[0].token_ids == expected[PROMPTS[1]][:5]
+
+
 @pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.long), "status"])
 def test_client_commands_import_neither_torch_nor_transformers(up: Sandbox, command: str) -> None:
     asked = ["--on", NAME, "--prompt", PROMPTS[0], "--chat"] if command == "generate" else [NAME]
-    assert slow_imports(command, *asked, "--json", environment=up.environment) == []
+    told = run_commands([command, *asked, "--json"], environment=up.environment)
+    assert told == [(0, [])]
 
 
 @pytest.mark.long

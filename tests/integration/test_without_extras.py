@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.sandbox import Sandbox
 from tests.helpers.serving import Server
 
 pytestmark = pytest.mark.slow
@@ -24,6 +26,16 @@ FOLDERS = {
     "extras/pages": ["/", "/chat", "/page/main.js", "/events"],
 }
 SMALL = ["cluster.stages=2", "decode.max_new_tokens=2"]
+# All that `generate` and `serve` do before a rank starts and a request comes.
+READY = """
+from pipespec.cli import generate, serve
+from pipespec.cluster.decide import decide
+from pipespec.config.compose import compose
+from pipespec.server import api_server, app
+from pipespec.server.dialect import body_routes, public_routes
+decide(compose(["cluster.stages=2"]))
+print(*body_routes(), *(route.path for route in public_routes()))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +48,48 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("missing", FOLDERS)
-def test_generate_and_serve_need_no_satellite(package: Path, missing: str, tmp_path: Path) -> None:
+@pytest.fixture
+def place(
+    package: Path, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sandbox]:
+    """Where the commands of the copy run, which lacks a folder."""
     gone = package / "pipespec" / missing
     gone.rename(tmp_path / "gone")
-    with Sandbox(tmp_path) as sandbox:
-        environment = sandbox.environment | {"PYTHONPATH": str(package)}
-        how = {"cwd": tmp_path, "environment": environment}
-        needs = FOLDERS[missing]
-        routes = needs if needs[0].startswith("/") else []
-        if not routes:
-            process = sandbox.start(*needs, **how)
-            _, said = process.communicate(timeout=PATIENCE_S)
-            assert (process.returncode, said.count("\n")) == (2, 1), said
-
-        process = sandbox.start("generate", "--prompt", "Once", *SMALL, **how)
-        text, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, said
-        assert text.strip()
-
-        server = Server(sandbox, *SMALL, **how)
-        reply = server.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
-        assert reply.json()["usage"]["completion_tokens"] == 2
-        for route in routes:
-            assert server.http.get(route).status_code == 404, route
-        assert server.end() == 0
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    with Sandbox(tmp_path) as place:
+        yield place
     (tmp_path / "gone").rename(gone)
+
+
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_what_needs_a_missing_satellite_is_refused_in_one_sentence_and_no_more(
+    place: Sandbox, missing: str, tmp_path: Path
+) -> None:
+    needs = FOLDERS[missing]
+    is_command = not needs[0].startswith("/")
+    if is_command:
+        code, _, said = place.run(*needs, cwd=tmp_path)
+        assert (code, said.count("\n")) == (2, 1), said
+    code, routes, said = place.run(program=[sys.executable, "-c", READY], cwd=tmp_path)
+    assert code == 0, said
+    assert "/v1/completions" in routes.split()
+    assert is_command or not {*needs} & {*routes.split()}
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["extras", *(pytest.param(name, marks=pytest.mark.long) for name in [*FOLDERS][1:])],
+)
+def test_generate_and_serve_need_no_satellite(place: Sandbox, missing: str, tmp_path: Path) -> None:
+    code, text, said = place.run("generate", "--prompt", "Once", *SMALL, cwd=tmp_path)
+    assert code == 0, said
+    assert text.strip()
+
+    server = Server(place, *SMALL, cwd=tmp_path)
+    reply = server.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+    assert reply.json()["usage"]["completion_tokens"] == 2
+    for folder, needs in FOLDERS.items():
+        for route in needs:
+            if folder.startswith(missing) and route.startswith("/"):
+                assert server.http.get(route).status_code == 404, route
+    assert server.end() == 0

@@ -16,6 +16,8 @@ from pipespec.system.folders import resource_dir
 from tools.distill_draft import main
 from tools.distilling import config_of, kept_layers, student_of
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = resource_dir("demo") / "target"
 
 

@@ -73,6 +73,7 @@ def uninterrupted(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("uninterrupted"))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=3))
 def test_killed_training_ends_with_the_same_weights(uninterrupted, tmp_path_factory, kills):

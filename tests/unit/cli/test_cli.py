@@ -210,7 +210,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence() -> N
     with os.fdopen(writer, "w") as left, open("/dev/full", "w") as disk:
         for out, code, said in ((left, 128 + signal.SIGPIPE, ""), (disk, 1, full)):
             answer = subprocess.run(
-                [*PIPESPEC, "doctor", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+                [*PIPESPEC, "status", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
             )
             assert (answer.returncode, answer.stderr) == (code, said)
 

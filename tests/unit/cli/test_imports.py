@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.cli.main import main
 from pipespec.client.registry import claim
 from pipespec.system.folders import resource_dir
-from tests.helpers.imports import slow_imports
+from tests.helpers.imports import run_commands
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 TAKEN = "lab"
@@ -23,36 +26,33 @@ NO_REDIS = ["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"]
 def known() -> None:
     """The first command that reads the demo pair's configs caches what Transformers makes of
     them."""
-    slow_imports(*NO_REDIS, code=2)
+    assert main(NO_REDIS) == 2
 
 
-@pytest.mark.parametrize(
-    ("argv", "code"),
-    [
-        (["--version"], 0),
-        (["generate", "--help"], 0),
-        (["status"], 0),
-        (["down", "nobody"], 2),
-        (["plan", "stages=2", "--tokens", "20", "policy.width=4"], 0),
-        (["generate", "--prompt", "a", "policy.width=-1"], 2),
-        (["bench", "--help"], 0),
-        (["bench", "--policies", "root,level policy.width=-1"], 2),
-        (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
-        (NO_REDIS, 2),
-        (["up", "--name", "/"], 2),
-        (["up", "--name", TAKEN], 2),
-        (["up", *TOO_MUCH], 2),
-        (["up", "--invite", "/no/such/folder"], 2),
-        (["serve", *TOO_MUCH], 2),
-        (["serve", "/no/such/folder"], 2),
-        (["generate", "--prompt", "a", "NO_TOKENIZER"], 2),
-        (["generate", "--prompt", "a", "UNKNOWN_FORMAT"], 2),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_command_is_quick_to_answer(
-    argv: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+COMMANDS = [
+    (["--version"], 0),
+    (["generate", "--help"], 0),
+    (["status"], 0),
+    (["down", "nobody"], 2),
+    (["plan", "stages=2", "--tokens", "20", "policy.width=4"], 0),
+    (["generate", "--prompt", "a", "policy.width=-1"], 2),
+    (["bench", "--help"], 0),
+    (["bench", "--policies", "root,level policy.width=-1"], 2),
+    (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
+    (NO_REDIS, 2),
+    (["up", "--name", "/"], 2),
+    (["up", "--name", TAKEN], 2),
+    (["up", *TOO_MUCH], 2),
+    (["up", "--invite", "/no/such/folder"], 2),
+    (["serve", *TOO_MUCH], 2),
+    (["serve", "/no/such/folder"], 2),
+    (["generate", "--prompt", "a", "NO_TOKENIZER"], 2),
+    (["generate", "--prompt", "a", "UNKNOWN_FORMAT"], 2),
+]
+
+
+def test_commands_are_quick_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another in a process, as what one imports is there for the next."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -60,16 +60,16 @@ def test_a_command_is_quick_to_answer(
     shutil.copytree(target, "NO_TOKENIZER", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(target, "UNKNOWN_FORMAT", ignore=shutil.ignore_patterns("*.safetensors"))
     with claim(TAKEN):
-        assert slow_imports(*argv, code=code) == []
+        assert run_commands(*(argv for argv, _ in COMMANDS)) == [(code, []) for _, code in COMMANDS]
 
 
 def test_taken_port_is_refused_before_torch_is_imported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert slow_imports("serve", "--port", port, code=2) == ["fastapi"]
+        assert run_commands(["serve", "--port", port]) == [(2, ["fastapi"])]
 
 
 def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:
     hosts_file = tmp_path / "hosts.yaml"
     hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
-    assert slow_imports("doctor", str(hosts_file), code=0) == []
+    assert run_commands(["doctor", str(hosts_file)]) == [(0, [])]

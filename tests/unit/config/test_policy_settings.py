@@ -124,6 +124,7 @@ def test_a_file_may_name_another_setting_as_a_value(own_conf: Path) -> None:
     assert isinstance(sized_policy(default_policy("mine"), 4, 2), Level)
 
 
+@pytest.mark.slow
 def test_an_added_policy_is_planned_and_composed(tmp_path: Path) -> None:
     """In a folder with the package and a `conf` of its own, as a checkout has."""
     (tmp_path / "pipespec").symlink_to(PACKAGE)

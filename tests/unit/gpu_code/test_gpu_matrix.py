@@ -53,6 +53,7 @@ def test_a_kernel_that_is_compiled_anew_for_a_batch_is_found(
     assert len(compiled_for(CASE, BATCHES)) > 3
 
 
+@pytest.mark.slow
 def test_every_two_values_of_the_matrix_occur_in_ci() -> None:
     cases = covering_cases()
     seen = {pair for case in cases for pair in combinations(enumerate(case), 2)}

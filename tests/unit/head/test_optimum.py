@@ -47,6 +47,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instance", CASES, ids=str)
 def test_default_is_near_the_optimum_and_no_policy_beats_it(instance: Instance):
     best = instance.optimum.tokens_per_ms

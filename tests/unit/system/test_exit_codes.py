@@ -104,6 +104,7 @@ def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
 # --- standard streams -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_standard_error_that_is_full_changes_no_exit_code() -> None:
     assert shell(f"{PIPESPEC} {QUICK} 2>/dev/full").returncode == 0
     assert shell(f"{PIPESPEC} plan stages=0 2>/dev/full").returncode == 2
@@ -116,6 +117,7 @@ def test_a_terminal_of_few_characters_is_one_sentence() -> None:
     assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_a_table_ends_it_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -48,6 +48,7 @@ NO_PROGRESS, LOOPED, STOPPED = "it made no progress", "it looped", "a signal had
 LOOKS = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "stop", "expected"),
     [

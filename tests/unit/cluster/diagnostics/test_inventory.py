@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_a_change_shows_in_its_part_alone(
     [
         ("config.json", "holds no config.json"),
         ("*-of-*.safetensors", "holds no model-00001-of-"),  # and more of its files
+        ("model-00002-of-*.safetensors", r"holds no model-00002-of-\d+\.safetensors$"),
         ("*.safetensors*", "holds no model.safetensors"),
     ],
 )
@@ -84,16 +86,7 @@ def test_missing_files_are_named(gone: str, problem: str, sharded: Path, tmp_pat
     copy = shutil.copytree(sharded, tmp_path / "copy")
     for file in copy.glob(gone):
         file.unlink()
-    found = fingerprint(str(copy)).problem
-    assert found is not None
-    assert found.startswith(problem)
-
-
-def test_a_file_that_is_missing_is_named(sharded: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(sharded, tmp_path / "copy")
-    gone = max(copy.glob("*-of-*.safetensors"))
-    gone.unlink()
-    assert fingerprint(str(copy)).problem == f"holds no {gone.name}"
+    assert re.match(problem, fingerprint(str(copy)).problem or "")
 
 
 def test_an_index_that_cannot_be_read(sharded: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.kinds import by_kind
+from tests.helpers.matrix import some_of
 from tests.helpers.models import (
     NUM_LAYERS,
     VOCAB_SIZE,
@@ -126,22 +127,23 @@ LINEAR = {"type": "linear", "factor": 4.0}
 OF_64 = {"original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "context", "unscaled"),
-    [
-        ({"rope_type": "yarn", "factor": 4.0, **OF_64}, 256, None),
-        ({"type": "yarn", "factor": 4.0}, 1024, None),
-        ({"rope_type": "linear", "factor": 4.0}, 1024, None),
-        ({"rope_type": "linear", "factor": 8.0, **OF_64}, 512, None),
-        ({"type": "dynamic", "factor": 2.0}, 512, 256),
-        ({"rope_type": "dynamic", "factor": 4.0, **OF_64}, 256, None),
-        ({"type": "longrope", **LONG, **OF_64}, 256, 64),
-        ({"rope_type": "longrope", "factor": 2.0, **LONG}, 512, 256),
-    ],
-)
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, unscaled, field):
+SCALED = {  # by name: how positions are scaled, the context, and the longest text without
+    "yarn of an original": ({"rope_type": "yarn", "factor": 4.0, **OF_64}, 256, None),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, 1024, None),
+    "yarn": ({"type": "yarn", "factor": 4.0}, 1024, None),
+    "dynamic": ({"type": "dynamic", "factor": 2.0}, 512, 256),
+    "linear of an original": ({"rope_type": "linear", "factor": 8.0, **OF_64}, 512, None),
+    "longrope": ({"rope_type": "longrope", "factor": 2.0, **LONG}, 512, 256),
+    "longrope of an original": ({"type": "longrope", **LONG, **OF_64}, 256, 64),
+    "dynamic of an original": ({"rope_type": "dynamic", "factor": 4.0, **OF_64}, 256, None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "field"), some_of(SCALED, ["rope_scaling", "rope_parameters"]))
+def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, kind, field):
     """Its frequencies are those of a text as long as the context, from the first token on."""
+    scaling, context, unscaled = SCALED[kind]
     rope = {"rope_theta": 10000.0} if field == "rope_parameters" else {}
     edit(copy, **{"rope_parameters": None, field: scaling | rope})
     info = inspect(copy)
@@ -238,6 +240,7 @@ def test_a_tied_head_may_be_stored_all_the_same(tmp_path):
     assert inspect(path).tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_a_checkpoint_of_the_base_model_is_taken_and_loaded(tmp_path, model_type):
     whole = build(model_type, tmp_path / "whole", tie_word_embeddings=True)
@@ -420,14 +423,17 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
     refused(path, f"{why}|config.json is not valid: .* indices in the range")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", by_kind())
-def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type):
-    """Of each kind that a layer in the middle has, and of each that lies outside of layers."""
+def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type, long):
+    """The first and the last of those that a layer in the middle has, and of those outside of
+    layers; the short suite tries one of either, which it is differs from type to type."""
     path = copytree(shared(model_type), tmp_path / "model")
     tensors = load_file(path / WEIGHTS)
     inside = [name for name in tensors if ".layers.2." in name and ".experts." not in name]
     outside = [name for name in tensors if ".layers." not in name]
-    for name in (inside[0], inside[-1], outside[0], outside[-1]):
+    names = (inside[0], inside[-1], outside[0], outside[-1])
+    for name in names if long else names[len(model_type) % 2 :: 2]:
         kept = {key: value for key, value in tensors.items() if key != name}
         save_file(kept, path / WEIGHTS, metadata={"format": "pt"})
         refused(path, "holds no|does not fit its config.json: . missing tensors, for example")
@@ -539,6 +545,7 @@ def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
     refused(path, why)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_sentence(tmp_path):
     """Before any rank starts: in so many seconds of computing, most of them for imports."""
     path = copytree(DEMO / "draft", tmp_path / "model")

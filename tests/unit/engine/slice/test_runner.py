@@ -40,6 +40,7 @@ def model(tmp_path_factory) -> ModelSlice:
     return ModelSlice.load(folder, range(1), num_slots=NUM_SLOTS)
 
 
+@pytest.mark.slow
 def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
     rng = np.random.default_rng(0)
     stage = SliceRunner(model, NUM_SLOTS)

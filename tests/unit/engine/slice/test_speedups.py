@@ -14,6 +14,8 @@ from pipespec.engine.slice.speedups import autotune, compile_slice
 from tests.helpers import models
 from tests.helpers.recording import stand_in
 
+pytestmark = pytest.mark.slow
+
 NUM_SLOTS = 100
 
 
@@ -22,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
-def loaded(folder: Path) -> ModelSlice:
-    return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS)
+def loaded(folder: Path, device: str = "cpu") -> ModelSlice:
+    return ModelSlice.load(folder, range(1), num_slots=NUM_SLOTS, device=device)
 
 
 def says(model: ModelSlice) -> torch.Tensor:
@@ -120,7 +122,7 @@ def test_inductor_compiles_a_slice(folder: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> None:
-    model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, device="cuda")
+    model = loaded(folder, "cuda")
     before = says(model)
     autotune(model, [64])
     assert model.refused == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 sys.modules["transformers"] = None
@@ -14,6 +16,7 @@ print(found["problems"], found["attention"]["sdpa"]["usable"])
 """
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_a_problem_in_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert "transformers cannot be imported" in done.stdout, done.stderr

@@ -14,6 +14,7 @@ from pipespec.head.tree import ROOT, Tree
 TEXT = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sureness", [0.6, *(pytest.param(each, marks=pytest.mark.long) for each in (1.0, 2.0))]
 )
