@@ -40,9 +40,8 @@ FILE = Path(__file__).parents[1] / "tests" / "data" / "protocol.json"
 # Modules that say how batches, records and keys are written.
 FORMATS: tuple[ModuleType, ...] = (wire, encryption, log_records, redis_keys, wire_format)
 # What is pickled for agents and their workers, and what probes answer.
-SENT = (AgentSetup, WorkerJob, Deployment, ControllerAddress)
-ANSWERS = (Inventory, HostFigures, probe.Listening, probe.Link)
-HEX_DIGITS = 16
+PICKLED = (AgentSetup, WorkerJob, Deployment, ControllerAddress)
+SENT = (*PICKLED, Inventory, HostFigures, probe.Listening, probe.Link)
 
 
 def record() -> dict[str, Any]:
@@ -62,7 +61,7 @@ def record() -> dict[str, Any]:
 def _types() -> set[type]:
     """The dataclasses that are sent, with those in their fields and those of all settings."""
     found: set[type] = set()
-    waiting: list[Any] = [*SENT, *ANSWERS]
+    waiting: list[Any] = [*SENT]
     waiting += [read_choice(group, name).cls for group in groups() for name in options(group)]
     while waiting:
         cls = waiting.pop()
@@ -109,17 +108,14 @@ def _statements(module: ModuleType) -> str:
     """The statements of a module without docstrings and comments."""
     tree = ast.parse(inspect.getsource(module))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [each for each in node.body if not _is_docstring(each)]
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            del node.body[0]
     return ast.unparse(tree)
 
 
-def _is_docstring(each: ast.stmt) -> bool:
-    return isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
-
-
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:HEX_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

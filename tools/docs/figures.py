@@ -76,8 +76,7 @@ def results() -> str:
 def measured() -> str:
     """Figures that were measured without emulation, beside what to compare them with."""
     controller, memory, startup = result("controller"), result("memory"), result("startup")
-    crowd = result("chaos_in_flight")
-    methods = result("methods")
+    crowd, methods = result("chaos_in_flight"), result("methods")
     hop = row(controller, name="hop: complete -> ready elsewhere")["value"]
     ping = row(controller, name="Redis PING round trip")["value"]
     four = row(startup, what="generate, 4 stages")["first_s"]
