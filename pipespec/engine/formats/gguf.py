@@ -240,6 +240,8 @@ class GgufFiles:
     def eos(self, default: Any) -> tuple[int, ...]:
         return self._header.ends
 
+    has_tokenizer = True  # in the file
+
     def tokenizer_state(self) -> Any:
         return self._identity()
 

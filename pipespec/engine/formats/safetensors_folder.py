@@ -226,9 +226,14 @@ class SafetensorsFolder:
             return found
         return sentencepiece_file.with_settings(model, found, self.path)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether some file tells of one."""
+        return any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json"))
+
     def require_tokenizer(self) -> None:
         """Raise ModelError if no file tells of a tokenizer, or tokenizer.json holds none."""
-        if not any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json")):
+        if not self.has_tokenizer:
             raise self.tokenizer_refused("")
         made = self.path / TOKENIZER_FILES[0]
         if made.is_file():

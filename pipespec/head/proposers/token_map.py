@@ -16,6 +16,7 @@ import numpy as np
 
 from pipespec.core import POSITION, TOKEN, Verdict
 from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ModelError
@@ -106,8 +107,11 @@ class TokenMap:
 
 
 def token_map(target: CheckpointInfo, draft: CheckpointInfo) -> TokenMap | None:
-    """The tokens of a draft for those of a target; None: both have the same. Raises ModelError
-    where the draft has too few of them, or proposes several tokens a pass."""
+    """The tokens of a draft for those of a target; None: both have the same, or no texts but
+    numbers. Raises ModelError where the draft has too few of them, or proposes several tokens a
+    pass."""
+    if not any(open_files(each.path).has_tokenizer for each in (target, draft)):
+        return None
     ours, theirs = tokenizer.load(target.path), tokenizer.load(draft.path)
     if tokenizer.same_tokens(ours, theirs):
         return None
