@@ -240,7 +240,10 @@ class GgufFiles:
     def eos(self, default: Any) -> tuple[int, ...]:
         return self._header.ends
 
-    has_tokenizer = True  # in the file
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the file tells of one."""
+        return self.places.metadata("tokenizer.ggml.model") is not None
 
     def tokenizer_state(self) -> Any:
         return self._identity()
