@@ -38,6 +38,7 @@ from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile
 from pipespec.errors import ConfigError
 from pipespec.head.proposer import ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.token_map import ReadText
 from pipespec.head.tree import ROOT
 from pipespec.system.folders import resource_dir
 from tools.inflate import Shape, read_config
@@ -136,6 +137,7 @@ def draft_round(stage: TimedStage, rows: int, context: int, seconds: float) -> d
     rewind = stage.remember()
     tree = random_tree(rows, context, stage.shape.vocab)
     source = DraftModelProposer(stage, chunk=1, vocabulary=stage.shape.vocab)
+    source.read[text.sequence] = ReadText(text, None)  # the stage holds it already
     nodes = np.arange(1, len(tree))
 
     def expand() -> dict[str, float]:

@@ -54,7 +54,8 @@ class DraftModelProposer:
     The draft keeps its own KV by the same parent rule as every stage, in its own tokens where its
     vocabulary is another one (`pipespec.head.proposers.token_map`). Decided tokens that it has
     not computed (the prompt at first, later every token that it did not propose) are computed
-    before the requested nodes. `texts` are those in its KV cache.
+    before the requested nodes. `texts` are those in its KV cache, `read` those of running sequences
+    as it reads them.
 
     Where tokens are drawn, candidates are ranked with the target's own noise
     (`pipespec.sampling.shared_noise`). A parallel draft also computes mask rows below the nodes
@@ -90,17 +91,17 @@ class DraftModelProposer:
         self.tokens = tokens
         self._columns: Tensor | None = None  # `TokenMap.ids`
         self._contexts: dict[int, Context] = {}
-        self._read: dict[int, ReadText] = {}
+        self.read: dict[int, ReadText] = {}
         self._warned = False  # about logits that are not finite
 
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
-        self._read[context.sequence] = read = ReadText(context, self.tokens)
+        self.read[context.sequence] = read = ReadText(context, self.tokens)
         self.texts.start(read.own)
 
     def accept_verdict(self, verdict: Verdict) -> None:
         context = self._contexts[verdict.sequence]
-        own, nodes = self._read[verdict.sequence].accept(verdict)
+        own, nodes = self.read[verdict.sequence].accept(verdict)
         # The tree may have dropped nodes that the draft still holds, and added them again.
         self.runner.apply([own], nodes)
         for position in range(verdict.base, len(context.tokens)):
@@ -113,7 +114,7 @@ class DraftModelProposer:
         self.texts.end(sequence)
         for confidence in (self.confidence, *self._mask_confidence):
             confidence.end_sequence(sequence)
-        del self._contexts[sequence], self._read[sequence]
+        del self._contexts[sequence], self.read[sequence]
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         """One pass of the draft for all sequences.
@@ -126,7 +127,7 @@ class DraftModelProposer:
         nothing = Proposal.from_lists(NO_NODES, [])
         asked, requests = requests, [*map(self._readable, requests)]
         missing = [
-            self._read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
+            self.read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
             for each in requests
         ]
         wanted = min(self.chunk, sum(map(len, missing)))
@@ -151,7 +152,7 @@ class DraftModelProposer:
                 at = start + len(rows) + np.searchsorted(drafted, fitting.nodes)
                 at[fitting.nodes == ROOT] = start + len(rows) - 1
                 tree, sequence = requests[i].tree, requests[i].context.sequence
-                rows = np.concatenate((rows, self._read[sequence].tree_rows(tree, drafted)))
+                rows = np.concatenate((rows, self.read[sequence].tree_rows(tree, drafted)))
                 masked = NO_NODES
                 if self.parallel is not None and self._num_masks(requests[i]):
                     masked = self.parallel.select_nodes(tree, fitting.nodes, free)
