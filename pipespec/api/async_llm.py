@@ -236,10 +236,10 @@ class AsyncLLM:
         self, asked: Sequence[Tokenized], sampling_params: Sampling
     ) -> list[RequestOutput]:
         chosen = for_each(sampling_params, len(asked))
-        if len({*map(id, chosen)}) > 1:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = self._params(sampling_params, len(asked))  # a grammar is compiled once
+        else:
             params = [self._params(each, 1)[0] for each in chosen]
-        else:  # a grammar is compiled once
-            params = self._params((*chosen, None)[0], len(asked))
         async with self._client.follow() as followed:
             requests = [
                 await self._submit(followed, *each)

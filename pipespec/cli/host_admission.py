@@ -167,8 +167,10 @@ def look_after_host(
         session.changed.clear()
         if changes.over():
             return
-        if told != (told := changes.ranks_of(session.host)) and told:
-            tell(f"it computes {told}")
+        computes = changes.ranks_of(session.host)
+        if computes and computes != told:
+            tell(f"it computes {computes}")
+        told = computes
         if (failure := changes.failure(name)) is not None:
             break
         if session.lost_s > patience_s + LONGER_S:

@@ -55,7 +55,7 @@ class ModelInfo:
         Raises ModelError where these are of no use."""
         found = tokenizer.load(deployment.target.path)
         for name, info in deployment.models[1:]:
-            if (tokens := token_map(deployment.target, info)) is not None:
+            if (tokens := token_map(deployment.target, info, found)) is not None:
                 logger.warning(
                     "The %s has another vocabulary: %.0f %% of its tokens are the target's too, "
                     "and it proposes only these.",

@@ -375,7 +375,7 @@ def _advice(
     if advised.in_flight not in (1, stages):
         said.append(
             f"Links are long: the head keeps {advised.in_flight} batches in flight before {stages} "
-            f"stages, one every {advised.step_ms:.1f} ms."
+            f"stage{'s' * (stages > 1)}, one every {advised.step_ms:.1f} ms."
         )
     elif advised.in_flight < stages:
         said.append(

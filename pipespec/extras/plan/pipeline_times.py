@@ -98,11 +98,13 @@ class Machine:
         return max(*entering, *leaving)
 
     def windows(self) -> list[int]:
-        """Batches in flight among which a head chooses, as many as stages first."""
-        draft_ms = self.round_ms(1) if self.overlap else 0.0
-        least_ms = max(*(curve.ms(1) for curve in self.stages), draft_ms)
-        n, most = self.num_stages, depth(self.num_stages, self.plain_tbt_ms, least_ms)
-        return [n] if most == n else [n, 1, *(n << k for k in range(1, (most // n).bit_length()))]
+        """Batches in flight among which a head chooses, as many as stages first, the most last. A
+        draft that works only while the stages wait has no others."""
+        n = self.num_stages
+        least_ms = max(*(curve.ms(1) for curve in self.stages), self.round_ms(1))
+        most = depth(n, self.plain_tbt_ms, least_ms) if self.overlap else n
+        doubled = [n << k for k in range(1, (most // n).bit_length())]
+        return [n, *[1] * (n > 1), *doubled] if doubled else [n]
 
     def full_ms(self, rows: int) -> list[float]:
         """The time of each stage and of the hop after it, where all have batches of so many

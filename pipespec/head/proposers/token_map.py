@@ -106,13 +106,17 @@ class TokenMap:
         return read
 
 
-def token_map(target: CheckpointInfo, draft: CheckpointInfo) -> TokenMap | None:
-    """The tokens of a draft for those of a target; None: both have the same, or no texts but
-    numbers. Raises ModelError where the draft has too few of them, or proposes several tokens a
-    pass."""
-    if not any(open_files(each.path).has_tokenizer for each in (target, draft)):
-        return None
-    ours, theirs = tokenizer.load(target.path), tokenizer.load(draft.path)
+def token_map(
+    target: CheckpointInfo, draft: CheckpointInfo, ours: BackendTokenizer | None = None
+) -> TokenMap | None:
+    """The tokens of a draft for those of a target, whose tokenizer is `ours`, if it is read
+    already; None: both have the same, or no texts but numbers. Raises ModelError where the draft
+    has too few of them, or proposes several tokens a pass."""
+    if ours is None:
+        if not any(open_files(each.path).has_tokenizer for each in (target, draft)):
+            return None
+        ours = tokenizer.load(target.path)
+    theirs = tokenizer.load(draft.path)
     if tokenizer.same_tokens(ours, theirs):
         return None
     sizes, eos = (target.vocab_size, draft.vocab_size), (target.eos, draft.eos)
@@ -138,22 +142,26 @@ class ReadText:
         self._context, self._map = context, tokens
         self.own = context
         if tokens is None:
-            self.lengths = [*range(len(context.tokens) + 1)]  # of the own text, up to each token
             return
-        self.own, self.lengths = replace(context, tokens=[], nodes=[]), [0]
+        self.own, self._lengths = replace(context, tokens=[], nodes=[]), [0]
         self._read()
-        self.own.shared_len = self.lengths[context.shared_len]
+        self.own.shared_len = self._lengths[context.shared_len]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Of the own text, up to each of the target's tokens, `[tokens + 1]`."""
+        return self._lengths if self._map is not None else range(len(self.own.tokens) + 1)
 
     def _read(self) -> None:
         """Translate what was decided since."""
         assert self._map is not None
         context, own = self._context, self.own
-        for position in range(len(self.lengths) - 1, len(context.tokens)):
+        for position in range(len(self._lengths) - 1, len(context.tokens)):
             tokens = self._map.tokens(context.tokens[position])
             parts = range(FIRST_PART + len(own.tokens), FIRST_PART + len(own.tokens) + len(tokens))
             own.nodes += [*parts[:-1], context.nodes[position]]
             own.tokens += tokens
-            self.lengths.append(len(own.tokens))
+            self._lengths.append(len(own.tokens))
 
     def accept(self, verdict: Verdict) -> tuple[Verdict, list[int]]:
         """A verdict on the context, which contains its tokens already, as one on the own text, and

@@ -17,6 +17,7 @@ from pipespec.cli import serve as serve_command
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.config import choices
+from pipespec.console.arguments import SETTINGS
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 
@@ -29,6 +30,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert err.startswith("pipespec: ")
     assert err.count("\n") == 1
     return err
+
+
+def test_options_of_other_tools_are_named_by_settings_that_exist() -> None:
+    assert {*SETTINGS.values()} <= {each.name for each in choices.settings()}
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "up", "serve"])

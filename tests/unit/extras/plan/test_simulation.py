@@ -188,6 +188,16 @@ def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
     assert len({ran.in_flight for ran in each}) == len(windows)
 
 
+@pytest.mark.parametrize(("overlap", "windows"), [(True, [1, 2, 4, 8]), (False, [1])])
+def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_it(
+    overlap: bool, windows: list[int]
+):
+    far = machine(1, stage_ms=6.0, hop=hop(70.0), draft_ms=4.0, overlap=overlap)
+    assert far.windows() == windows
+    (method,) = methods("best_first", rounds=["auto"])
+    assert predict(method, far, PUBLISHED, num_tokens=50).in_flight in windows
+
+
 @pytest.mark.parametrize("in_flight", [1, 4, 16])
 def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight: int):
     pipeline = machine(4, hop=hop(20.0))
