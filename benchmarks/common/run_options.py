@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from benchmarks.common.experiment import ROOT, names
 from benchmarks.common.reference_texts import record_reference
 from pipespec.config.compose import policy_class
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.extras.bench.dataset import Sample, load
 from pipespec.system.folders import resource_dir
 from tools import inflate
@@ -24,7 +26,7 @@ METHODS = ("root", "static_tree", "level", "best_first")
 CURVE = "1:0.74,32:0.99"  # SpecPipe's 1B draft; its top-1 share is assumed
 DATA = ROOT / "benchmarks" / "data"
 DEMO = resource_dir("demo")
-TARGET = DEMO / "target"
+TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 PARALLEL = f"model.draft={DEMO / 'draft_pard'}"
 # Proposers for the demo target, and their overrides.
 PROPOSERS = {
@@ -196,6 +198,17 @@ def add_prompts(
 def samples(options: argparse.Namespace) -> list[Sample]:
     """The prompts of `add_prompts`' options, evenly from all data sets."""
     return load(options.dataset, options.num_prompts)
+
+
+def as_chat(sample: Sample, encoder: BackendTokenizer) -> Sample:
+    """The prompt as a user's message in the template of a model."""
+    text = encoder.apply_chat_template(
+        [{"role": "user", "content": sample.prompt}],
+        chat_template=encoder.chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    return replace(sample, prompt=text)
 
 
 def answer(tokens: int) -> list[str]:

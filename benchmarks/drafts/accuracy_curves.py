@@ -1,14 +1,22 @@
 """How often the target's token is among a draft's k best, per data set: SpecPipe's Figure 7.
 
-python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json
+    python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json
+    python -m benchmarks.drafts.accuracy_curves --target QWEN_1.5B.gguf --draft QWEN_0.5B.gguf \\
+        --chat --prompt-tokens 512 --tokens 96 --json benchmarks/results/curves_real.json
+
+Of the demo pair unless another one is named. With `--chat` prompts are messages in the template of
+the target, and answers end where it ends them.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import ALL
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.extras.bench.profiling import read_answers
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import DraftRecord
@@ -25,16 +33,27 @@ def curve(record: DraftRecord) -> list[tuple[int, float]]:
 def main() -> None:
     parser = experiment.parser(__doc__)
     run_options.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
+    parser.add_argument("--target", type=Path, default=run_options.TARGET, help="(the demo's)")
+    parser.add_argument("--draft", type=Path, default=run_options.DRAFT, help="(the demo's)")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages of a chat")
     options = experiment.parse(parser, num_prompts=8, tokens=32)
 
+    pair = [f"model.{name}={vars(options)[name].resolve()}" for name in ("target", "draft")]
+    samples = run_options.samples(options)
+    answer = run_options.answer(options.tokens)
+    if options.chat:
+        encoder = tokenizer.load(options.target)
+        samples = [run_options.as_chat(sample, encoder) for sample in samples]
+        answer = [f"decode.max_new_tokens={options.tokens}"]
     plain = ["cluster.stages=1", "cluster.devices=[cpu]", "policy=root", "proposer=suffix"]
     case_run = comparison.run(
         "the target's answers",
-        [*plain, *run_options.answer(options.tokens)],
-        run_options.samples(options),
+        [*plain, pair[0], *answer],
+        samples,
         prompt_tokens=options.prompt_tokens,
+        temporary=[options.target.resolve().parent],
     )
-    whole = read_answers(decide(compose()), case_run.requests, RANKS)
+    whole = read_answers(decide(compose(pair)), case_run.requests, RANKS)
     records = {
         name: DraftRecord([text for text in whole.texts if name in (text.benchmark, ALL)])
         for name in dict.fromkeys([*(text.benchmark for text in whole.texts), ALL])
@@ -51,8 +70,8 @@ def main() -> None:
             | {"confidence": record.confidence(), "spread": record.spread()}
         )
     title = (
-        f"Draft accuracy of the demo pair, {len(case_run.requests)} prompts × "
-        f"{options.tokens} greedy tokens"
+        f"Accuracy of {options.draft.stem} before {options.target.stem}, "
+        f"{len(case_run.requests)} prompts × {options.tokens} greedy tokens"
     )
     curves = {name: curve(record) for name, record in records.items()}
     experiment.publish(

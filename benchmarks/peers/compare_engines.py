@@ -280,20 +280,14 @@ def job_of(
 
 
 def prompts_of(
-    kind: str, count: int, encoder: tokenizer.ChatTokenizer, skip: int = 0
+    kind: str, count: int, encoder: tokenizer.BackendTokenizer, skip: int = 0
 ) -> Iterator[Sample]:
     """So many prompts of a kind, behind the first ones. Each of a kind and number is another."""
     every = dataset.load(run_options.DATA / FILES[kind])
     for number in range(skip, skip + count):
         sample = every[number * len(every) // (skip + count + 1)]
-        text = sample.prompt
-        if kind == CHAT:
-            message = [{"role": "user", "content": text}]
-            template = encoder.chat_template
-            text = encoder.apply_chat_template(
-                message, chat_template=template, add_generation_prompt=True, tokenize=False
-            )
-        elif kind == LONG:
+        text = run_options.as_chat(sample, encoder).prompt if kind == CHAT else sample.prompt
+        if kind == LONG:
             text = "\n\n".join(each.prompt for each in every[number:])
         yield Sample(f"{kind} {number}", kind, text)
 
