@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -19,12 +18,13 @@ from pipespec.head.tree import Tree
 from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
 from pipespec.settings import check_settings, setting
 
+MAX_LEVELS = 64
 AFTER, BEFORE = "after", "before"
 
 
 @dataclass(frozen=True)
 class Level(SpeculationPolicy):
-    """Every step computes the next level: the `width` most probable of its nodes.
+    """Every step computes the next `levels` levels: of each the `width` most probable nodes.
 
     A node that is cut from its level never enters a later batch, so a verdict outside the tree
     empties the pipeline. `cut` says when a level is cut to `width`: `after` the verdict has pruned
@@ -32,14 +32,20 @@ class Level(SpeculationPolicy):
     the draft proposes it (SpecPipe, Algorithm 1).
 
     With many requests each has a level of that width, or all of them together if
-    `shared`.
+    `shared`. Several levels a step take as many draft rounds, and can yield as many tokens.
     """
 
-    needs_one_round: ClassVar[bool] = True
     keeps_unfed = False
 
     width: int = setting(16, WIDTH, "rows", limits=(1, MAX_ROWS))
     children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
+    levels: int = setting(
+        1,
+        "Tree levels that a step computes, each of policy.width nodes (SpecPipe tried several).",
+        "levels",
+        limits=(1, MAX_LEVELS),
+        experimental=True,
+    )
     cut: str = setting(
         AFTER,
         "Whether a level is cut to the width after the verdict has pruned it (PipeDec, §3.3.4), or "
@@ -56,10 +62,15 @@ class Level(SpeculationPolicy):
     def __post_init__(self) -> None:
         check_settings("policy", self)
         check_whole("policy.width * policy.children", self.width * self.children, 1, MAX_NODES)
+        check_whole("policy.width * policy.levels", self.max_rows, 1, MAX_ROWS)
 
     @property
     def max_rows(self) -> int:
-        return self.width
+        return self.width * self.levels
+
+    @property
+    def needs_one_round(self) -> bool:
+        return self.levels == 1
 
     @property
     def max_nodes(self) -> int:
@@ -69,7 +80,7 @@ class Level(SpeculationPolicy):
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
         # The draft never runs further ahead than one batch.
-        if not tree.fed.all():
+        if len(np.unique(tree.position[~tree.fed])) >= self.levels:
             return Expansion(NO_NODES)
         deepest = np.flatnonzero((tree.position == tree.position[-1]) & ~tree.expanded)
         limit = self.width if self.cut == BEFORE else None
@@ -79,5 +90,7 @@ class Level(SpeculationPolicy):
         unfed = np.flatnonzero(~tree.fed)
         # The survivors of the most probable nodes of a level are the most probable survivors. So
         # the parents of the next level's nodes, the best when it was drafted, have been fed.
-        level = unfed[tree.position[unfed] == tree.position[unfed].min(initial=2**62)]
-        return tree.most_probable(level, self.width)
+        positions = tree.position[unfed]
+        levels = [unfed[positions == each] for each in np.unique(positions)[: self.levels]]
+        chosen = [tree.most_probable(level, self.width) for level in levels]
+        return np.concatenate(chosen) if chosen else NO_NODES

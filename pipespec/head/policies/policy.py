@@ -167,11 +167,9 @@ class SpeculationPolicy(ABC):
 
     Attributes:
         has_fixed_size: width and children do not change what is selected.
-        needs_one_round: further draft rounds in a step do not change what is selected.
     """
 
     has_fixed_size: ClassVar[bool] = False
-    needs_one_round: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -182,6 +180,11 @@ class SpeculationPolicy(ABC):
     @abstractmethod
     def children(self) -> int:
         """Candidates that the draft proposes for a node."""
+
+    @property
+    def needs_one_round(self) -> bool:
+        """Whether further draft rounds in a step do not change what is selected."""
+        return False
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ class Root(SpeculationPolicy):
     """Only the last accepted token is computed, without speculation."""
 
     has_fixed_size: ClassVar[bool] = True
-    needs_one_round: ClassVar[bool] = True
+    needs_one_round = True
 
     max_rows = 1
     children = 0

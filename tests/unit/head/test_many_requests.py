@@ -42,7 +42,7 @@ from tests.helpers.trees import check_tree
 NUM_STEPS = 3
 MOST = 4  # requests that are open at once
 ROWS = 12
-POLICIES = [*small_policies(width=8), Level(2, 2)]
+POLICIES = [*small_policies(width=8), Level(2, 2), Level(2, 2, levels=2)]
 
 
 OTHER = "policy=other"

@@ -33,7 +33,7 @@ from tests.helpers.grammar import OneOf
 from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3
-POLICIES = small_policies(width=8)
+POLICIES = [*small_policies(width=8), Level(4, 2, levels=2)]
 
 
 def scheduler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -190,13 +191,14 @@ def test_policy_is_a_pure_function_of_tree_and_state(pipeline):
 # --- level ------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_level_schedules_one_level_a_step_whatever_the_draft_rounds(rounds, seed):
-    policy = Level(width=4, children=3)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_level_schedules_as_many_levels_a_step_as_draft_rounds_allow(rounds, levels, seed):
+    policy = Level(width=4, children=3, levels=levels)
     pipeline = Pipeline(policy, num_stages=5, rounds=rounds, luck=1.0, seed=seed)
-    for _, nodes in pipeline.run(5):
-        assert len(set(pipeline.tree.position[nodes].tolist())) == 1
-        assert len(nodes) <= 4
+    for step, (_, nodes) in enumerate(pipeline.run(5)):
+        sizes = Counter(pipeline.tree.position[nodes].tolist())
+        assert len(sizes) == min(levels, rounds + (not step)), "the root is a level too"
+        assert max(sizes.values()) <= 4
 
 
 @pytest.mark.parametrize(("cut", "fed"), [(BEFORE, []), (AFTER, [5, 6])])
