@@ -23,7 +23,7 @@ from pipespec.config.schema import RunConfig
 from pipespec.settings import about, kinds
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import alternatives
-from tools.docs.stored_results import table
+from tools.docs.markdown import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 INTRODUCTION = """\

@@ -22,6 +22,7 @@ METHODS = {
     "root": "#b9bec4",
     "static_tree": "#c9a66b",
     "level": "#7fa8c9",
+    "two_levels": "#5b87a6",
     "best_first": "#1f4e79",
     "alone": "#5b7f9f",  # best_first without the mid-size model
     "cascade": "#8a6fa8",

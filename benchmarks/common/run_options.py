@@ -19,11 +19,14 @@ from benchmarks.common.reference_texts import record_reference
 from pipespec.config.compose import policy_class
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.extras.bench.dataset import Sample, load
+from pipespec.extras.emulation.synthetic_proposer import USUAL, USUAL_CURVE
 from pipespec.system.folders import resource_dir
 from tools import inflate
 
-METHODS = ("root", "static_tree", "level", "best_first")
-CURVE = "1:0.74,32:0.99"  # SpecPipe's 1B draft; its top-1 share is assumed
+METHODS = ("root", "static_tree", "level", "two_levels", "best_first")
+CURVE = ",".join(USUAL_CURVE)
+# Of those tried in `pipeline.deployments`, the best of a pipeline of eight.
+SHAPE = [1] * 8
 DATA = ROOT / "benchmarks" / "data"
 DEMO = resource_dir("demo")
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
@@ -97,7 +100,9 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         help="(demo)",
     )
     parser.add_argument("--curve", default=CURVE, help="of the synthetic draft")
-    parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
+    parser.add_argument(
+        "--spread", type=float, default=USUAL.spread, help=f"of its confidence ({USUAL.spread})"
+    )
     parser.add_argument("--rounds", default="auto", help="draft rounds per step: auto or n (auto)")
 
 
@@ -161,7 +166,13 @@ def _methods(text: str) -> list[str]:
 
 def method(name: str, options: argparse.Namespace) -> list[str]:
     """The overrides of a decoding method, in the size of `add_size`'s options; `root` and
-    `static_tree` have sizes of their own."""
+    `static_tree` have sizes of their own. `two_levels` is `level` with two a step, each of half
+    the width."""
+    if name == "static_tree":
+        return [f"policy={name}", f"policy.shape={SHAPE}"]
+    if name == "two_levels":
+        halved = [f"policy.width={options.width // 2}", f"policy.children={options.children}"]
+        return ["policy=level", "policy.levels=2", *halved]
     if policy_class(name).has_fixed_size:
         return [f"policy={name}"]
     return [

@@ -5,8 +5,8 @@
     python -m benchmarks.load.throughput --emulate --scale 3 \\
         --json benchmarks/results/load_emulated.json ...
 
-SpecPipe's Figures 16 and 17, PipeDec's Figure 8. SIMULATED: the head's own scheduler with stages
-that only take time, and a SYNTHETIC draft of a stated accuracy. With --emulate the whole product
+SpecPipe's Figures 16 and 17, PipeDec's Figure 8. Simulated: the head's own scheduler with stages
+that only take time, and a synthetic draft of a stated accuracy. With --emulate the whole product
 runs too, on ranks held to those times: all requests begin together, and tokens are counted from the
 last first token to the first last one. Speed-ups are over `root`, batched plain decoding, with as
 many requests.
@@ -34,7 +34,7 @@ from pipespec.extras.bench.dataset import Load, Sample, load
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
-from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import Simulation, simulate
 
@@ -42,9 +42,15 @@ PLAIN, BEST_FIRST = "root", "best_first"
 # The width of `level` is for each request, or shared by all; SpecPipe-DB's paper does not say.
 METHODS = {
     PLAIN: [],
-    "static_tree": [],
+    "static_tree": [f"policy.shape={run_options.SHAPE}"],
     "level": ["policy.width={width}", "policy.children={children}"],
     "level shared": ["policy.width={rows}", "policy.children={children}", "policy.shared=true"],
+    "level, two a step": [
+        "policy.width=32",
+        "policy.children={children}",
+        "policy.levels=2",
+        "policy.shared=true",
+    ],
     BEST_FIRST: ["policy.width={rows}", "policy.children={children}"],
 }
 # Tokens of each request in plain decoding, whose tokens all take equally long, and of all.
@@ -59,7 +65,7 @@ def overrides(method: str, options: argparse.Namespace) -> list[str]:
     """The settings of a method and of the batches."""
     given = [text.format(**vars(options)) for text in METHODS[method]]
     return [
-        f"policy={method.split()[0]}",
+        f"policy={method.split()[0].strip(',')}",
         *given,
         f"scheduler.max_num_batched_tokens={options.rows}",
         f"decode.prefill_chunk={options.rows}",
@@ -252,7 +258,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--children", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2, help="draft rounds per step (2)")
     parser.add_argument("--curve", default=run_options.CURVE, help=f"({run_options.CURVE})")
-    parser.add_argument("--spread", type=float, default=0.8)
+    parser.add_argument("--spread", type=float, default=USUAL.spread)
     parser.add_argument("--dataset", type=Path, default=run_options.DATA)
     parser.add_argument("--num-prompts", type=int, default=128, help="different ones (128)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="cut to (32)")
@@ -274,12 +280,12 @@ def main() -> None:
             plain = row(PLAIN, requests, options, Path(name), {})
             rows.append(plain)
             rows += [row(m, requests, options, Path(name), plain) for m in options.methods]
-    kind = "EMULATED and SIMULATED" if options.emulate else "SIMULATED"
+    kind = "Emulated and simulated" if options.emulate else "Simulated"
     machine = options.machine if options.stage_ms is None else f"{options.stage_ms} (rows:ms)"
     slower = f", {options.scale:g} times slower" if options.scale != 1 else ""
     title = (
         f"{kind} throughput, {machine}{slower}, {options.stages} stages, {options.rows} rows "
-        f"a batch; SYNTHETIC draft ({options.curve}, spread {options.spread:g})"
+        f"a batch; synthetic draft ({options.curve}, spread {options.spread:g})"
     )
     experiment.publish(options, title, rows, draw=partial(draw, title, rows))
 

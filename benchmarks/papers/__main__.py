@@ -1,11 +1,10 @@
 """The papers' figures beside ours under their conditions, one table per paper.
 
-    python -m benchmarks.papers --json benchmarks/results/papers.json \\
-        --plot benchmarks/results/papers
+    python -m benchmarks.papers --json benchmarks/results/papers.json
     python -m benchmarks.papers --only specpipe_11,pipedec_5
 
-SIMULATED with the head's own scheduler and a SYNTHETIC draft of stated accuracy, the same for all
-data sets, whose accuracies no paper prints. Intervals are of 95 %, by batch means.
+Simulated with the head's own scheduler and a synthetic draft that is as accurate as a recorded one,
+as no paper prints the accuracy of a data set. Intervals are of 95 %, by batch means.
 `python -m benchmarks.papers.page` writes the tables into docs/papers.md.
 """
 
@@ -20,7 +19,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.common import experiment, plot
+from benchmarks.common import experiment
 from benchmarks.papers import meta, pipedec, specpipe, swiftspec
 from benchmarks.papers.cells import BATCHES, Runs, num_jobs
 from benchmarks.papers.missing import MISSING
@@ -31,17 +30,14 @@ MAKERS = (
     specpipe.figure_10,
     specpipe.figure_11,
     specpipe.figure_13,
-    specpipe.figure_16,
-    specpipe.figure_17,
+    specpipe.figures_16_and_17,
     pipedec.figure_4,
-    pipedec.figure_5,
-    pipedec.figure_6,
+    pipedec.figures_5_and_6,
     pipedec.figure_8,
     swiftspec.figure_2,
     swiftspec.figure_8,
     swiftspec.figure_9,
     meta.tokens_per_call,
-    meta.figure_8,
 )
 QUICK_SHARE = 0.04  # of the tokens
 
@@ -77,16 +73,12 @@ def code_version() -> str:
     return found.stdout.strip()
 
 
-def simulated_title(paper: str) -> str:
-    return f"SIMULATED, SYNTHETIC draft: {paper} beside ours"
-
-
 def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str, Any]]:
     """One for each paper of the chosen experiments."""
     return [
         {
             "paper": paper,
-            "title": simulated_title(paper),
+            "title": f"Simulated: {paper} beside ours",
             "rows": [as_json(row) for each in of_paper for row in each.rows(runs)],
         }
         for paper in PAPERS
@@ -95,47 +87,15 @@ def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str,
 
 
 def show(tables: Sequence[dict[str, Any]]) -> None:
-    columns = ("figure", "quantity", "paper", "ours", "verdict", "baseline")
+    columns = ("figure", "quantity", "paper", "ours", "verdict", "conditions")
     for table in tables:
         experiment.show(
             table["title"], [{name: row[name] for name in columns} for row in table["rows"]]
         )
 
 
-def draw(title: str, runs: Runs, path: Path) -> None:
-    """SpecPipe's Figure 10 and 16: time by width and children, throughput by requests."""
-    by_size = specpipe.figure_10_cells()
-    loaded = specpipe.crowds()
-    with plot.figure(path, title, columns=2, size=(9.6, 3.8)) as (left, right):
-        plot.lines(
-            left,
-            {
-                name: [(width, runs[cell].tbt.value) for width, cell in of.items()]
-                for name, of in by_size.items()
-            },
-            xlabel="width",
-            ylabel="time between tokens, ms",
-            log_x=True,
-        )
-        plot.lines(
-            right,
-            {
-                name.replace("`", ""): [
-                    (b, runs[cell].over(runs[loaded[specpipe.PLAIN_VLLM][b]]).value)
-                    for b, cell in of.items()
-                ]
-                for name, of in loaded.items()
-            },
-            xlabel="requests at once",
-            ylabel="throughput over vLLM's pipeline",
-            log_x=True,
-            legend=False,
-        )
-        right.legend(loc="best")
-
-
 def parse() -> argparse.Namespace:
-    parser = experiment.parser(__doc__ or "", plot=True)
+    parser = experiment.parser(__doc__ or "")
     parser.add_argument("--only", type=experiment.names, default=[], help="experiments (all)")
     parser.add_argument("--jobs", type=int, default=num_jobs(), help="processes (one per core)")
     parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
@@ -145,22 +105,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.plot and options.only:
-        raise SystemExit("--plot draws all experiments; leave --only out.")
     chosen = experiments(options.only)
-    runs = simulated(chosen, options)
-    tables = simulated_tables(chosen, runs)
+    tables = simulated_tables(chosen, simulated(chosen, options))
     show(tables)
-    grids = [asdict(each.grid(runs)) for each in chosen if each.grid is not None]
-    for grid in grids:
-        experiment.show(f"SIMULATED, SYNTHETIC draft: {grid['title']}", grid["rows"])
     experiment.show("Not to be had here", [asdict(each) for each in MISSING])
-    title = f"SIMULATED, SYNTHETIC draft (1:0.74,32:0.99, spread 0.8), {BATCHES} batches a cell"
     if options.json:
         rows = [{"of": table["paper"], **row} for table in tables for row in table["rows"]]
-        experiment.store(options.json, {"title": title, "rows": rows, "grids": grids})
-    if options.plot:
-        draw("SIMULATED, SYNTHETIC draft of a 1B's accuracy", runs, options.plot)
+        title = f"Simulated, recorded accuracy, {BATCHES} batches a cell"
+        experiment.store(options.json, {"title": title, "rows": rows})
 
 
 if __name__ == "__main__":

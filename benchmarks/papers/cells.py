@@ -14,16 +14,12 @@ import numpy as np
 
 from benchmarks.papers import intervals
 from benchmarks.papers.intervals import Interval
-from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import Rounds, TokenArrival, simulate
 from pipespec.head.policies.policy import AUTO, SpeculationPolicy
 from pipespec.head.policies.root import Root
 
-# SpecPipe's 1B draft: .99 at 32 candidates (Fig. 7); its top-1 share and the spread are ASSUMED.
-ONE_B = Accuracy({1: 0.74, 32: 0.99}, 0.8)
-# Llama 3.1's 8B before the 70B of Llama 3.1 (Fig. 7); the spread is ASSUMED.
-EIGHT_B = Accuracy({1: 0.81, 8: 0.99}, 0.8)
 TOKENS = 2000
 # In the plain pipeline every token takes as long as the others.
 PLAIN_TOKENS = 200
@@ -39,7 +35,7 @@ class Cell:
 
     policy: SpeculationPolicy
     machine: Machine
-    accuracy: Accuracy = ONE_B
+    accuracy: Accuracy = USUAL
     rounds: Rounds = AUTO
     tokens: int = TOKENS
     requests: int = 1

@@ -18,9 +18,9 @@ from dataclasses import astuple
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
-from benchmarks.papers.__main__ import simulated_title
+from benchmarks.pages.stored_results import origin
 from benchmarks.papers.missing import MISSING
-from tools.docs.stored_results import origin, table
+from tools.docs.markdown import table
 
 PAGE = ROOT / "docs" / "papers.md"
 RESULT = ROOT / "benchmarks" / "results" / "papers.json"
@@ -31,7 +31,7 @@ HEADINGS = {
     "paper": "paper",
     "ours": "ours [95 %]",
     "verdict": "ours is",
-    "baseline": "over, or under which conditions",
+    "conditions": "over, or under which conditions",
 }
 ABSENT = ("paper", "figure", "shows", "instead, or why not")
 
@@ -49,18 +49,12 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
-    what = "TBT by width and children, and throughput over vLLM's pipeline"
     found = {
         "source": f"`papers.json`: {origin(result)}: `{result['command']}`\n",
-        "plot": f"![{what}](../benchmarks/results/papers.svg)\n",
         "missing": markdown([dict(zip(ABSENT, astuple(each), strict=True)) for each in MISSING]),
     }
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["of"] == paper]
-        found[paper.lower()] = f"**{simulated_title(paper)}**\n\n{compared(rows)}"
-    for grid in result["grids"]:
-        title = f"**SIMULATED, SYNTHETIC draft: {grid['title']}**"
-        found[f"grid_{grid['name']}"] = f"{title}\n\n{markdown(grid['rows'])}"
+        found[paper.lower()] = compared([row for row in result["rows"] if row["of"] == paper])
     return found
 
 

@@ -6,20 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.papers.cells import Cell, Run, Runs
+from benchmarks.papers.cells import Cell, Runs
 from benchmarks.papers.intervals import Interval
 
-AHEAD, BEHIND, ALIKE = "ahead", "behind", "alike"
-FOUND, NOT_FOUND = "found", "not found"
-LARGER = "found, larger"
-OTHER_REASON = "found, for another reason"
-NO_NUMBER = "no number printed"
+REACHED, AHEAD, BEHIND = "reached", "ahead", "behind"
+# Ours has another draft, other stages or another baseline than the paper, in its favour.
+UNLIKE = "unlike"
+# Ours follows from the paper's figure: the times of the machine, or the accuracy, are made from it.
+FITTED = "fitted"
 PLOT_ONLY = "plot only"
-# Ours has quicker stages or a quicker draft than the paper.
-OTHER_TIMES = "other times"
-# A ratio that is higher only because the baseline is slower here than the paper's.
-SLOWER_BASELINE = "a slower baseline"
-GIVEN = "given"  # our figure follows from the paper's, which the machine's times are made from
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Row:
         paper: what the paper prints.
         ours: our figure with its interval, or in words.
         verdict: how the two compare.
-        baseline: over what a speed-up is, or what else the conditions are.
+        conditions: over what a speed-up is, or what else is to be known.
     """
 
     figure: str
@@ -40,29 +35,20 @@ class Row:
     paper: str
     ours: str
     verdict: str
-    baseline: str = ""
+    conditions: str = ""
     interval: Interval | None = None
 
 
 @dataclass(frozen=True)
-class Grid:
-    """All cells of a figure whose values a paper only plots; `name` is that of its experiment."""
-
-    name: str
-    title: str
-    rows: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """What is compared for one figure or table of a paper.
+    """What is compared for some figures of a paper.
 
     Attributes:
         name: for `--only`.
         paper: its short name.
         figures: the numbers of its figures and tables that this compares.
         nested: what is simulated, in dictionaries as deep as it likes.
-        rows, grid: made from the runs of the cells.
+        rows: made from the runs of the cells.
     """
 
     name: str
@@ -70,7 +56,6 @@ class Experiment:
     figures: tuple[str, ...]
     nested: Mapping[Any, Any]
     rows: Callable[[Runs], Sequence[Row]]
-    grid: Callable[[Runs], Grid] | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -85,72 +70,36 @@ def _flat(nested: Mapping[Any, Any]) -> Iterator[Cell]:
             yield from _flat(each)
 
 
-def cross(
-    name: str,
-    title: str,
-    key: str,
-    cells: Mapping[str, Mapping[Any, Cell]],
-    shown: Callable[[Run], str],
-) -> Callable[[Runs], Grid]:
-    """A grid with a row for each key of the inner dictionaries, and a column for each outer one."""
-
-    def made(runs: Runs) -> Grid:
-        (first, *_) = cells.values()
-        rows = [
-            {key: each} | {column: shown(runs[of[each]]) for column, of in cells.items()}
-            for each in first
-        ]
-        return Grid(name, title, rows)
-
-    return made
-
-
-def time_and_hits(run: Run) -> str:
-    return f"{run.tbt} ({run.hit_rate.value:.2f})"
-
-
 def compared(
     figure: str,
     quantity: str,
     printed: float | tuple[float, float],
     ours: Interval,
-    baseline: str = "",
+    conditions: str = "",
     verdict: str | None = None,
     *,
     lower_is_better: bool = False,
     unit: str = "",
 ) -> Row:
     """A printed figure, or the ends of a printed range, beside ours. Ours is ahead or behind if its
-    whole interval is beyond the printed figure or range, and alike otherwise. A `verdict` takes
-    their place, but conditions that favour ours do not hide that it is behind."""
+    whole interval is beyond the printed figure or range, and reaches it otherwise. A `verdict`
+    takes their place, but conditions that favour ours do not hide that it is behind."""
     low, high = printed if isinstance(printed, tuple) else (printed, printed)
     paper = f"{low:g} to {high:g}" if low < high else f"{low:g}"
     better, worse = (AHEAD, BEHIND) if not lower_is_better else (BEHIND, AHEAD)
-    found = better if ours.low > high else worse if ours.high < low else ALIKE
-    if verdict in (OTHER_TIMES, SLOWER_BASELINE) and found == BEHIND:
+    found = better if ours.low > high else worse if ours.high < low else REACHED
+    if verdict == UNLIKE and found == BEHIND:
         verdict = BEHIND
-    return Row(
-        figure,
-        quantity,
-        f"{paper}{unit}",
-        f"{_value(ours)}{unit}",
-        verdict or found,
-        baseline,
-        ours,
-    )
+    shown = f"{_value(ours)}{unit}"
+    return Row(figure, quantity, f"{paper}{unit}", shown, verdict or found, conditions, ours)
 
 
 def claimed(
-    figure: str, quantity: str, paper: str, ours: str, holds: bool | str, baseline: str = ""
+    figure: str, quantity: str, paper: str, ours: str, holds: bool | str, conditions: str = ""
 ) -> Row:
-    """What a text says of values that it does not print, and whether we find it."""
-    verdict = holds if isinstance(holds, str) else FOUND if holds else NOT_FOUND
-    return Row(figure, quantity, paper, ours, verdict, baseline)
-
-
-def ours_alone(figure: str, quantity: str, paper: str, ours: Interval, baseline: str = "") -> Row:
-    """A figure of ours where the paper prints none."""
-    return Row(figure, quantity, paper, _value(ours), NO_NUMBER, baseline, ours)
+    """What a text says of values that it does not print, and whether ours says so too."""
+    verdict = holds if isinstance(holds, str) else REACHED if holds else BEHIND
+    return Row(figure, quantity, paper, ours, verdict, conditions)
 
 
 def _value(ours: Interval) -> str:

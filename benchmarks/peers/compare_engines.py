@@ -35,6 +35,7 @@ import transformers
 from rich.progress import track
 
 from benchmarks.common import experiment, run_options
+from benchmarks.pages.stored_results import with_range
 from benchmarks.peers.python_engines import (
     Answer,
     Engine,
@@ -60,7 +61,6 @@ from pipespec.errors import ConfigError
 from pipespec.extras.bench import dataset
 from pipespec.extras.bench.dataset import Sample
 from pipespec.system.folders import resource_dir
-from tools.docs.stored_results import with_range
 
 HUGGING_FACE, LLAMA_CPP = "Hugging Face generate", "llama.cpp"
 RATIOS = {HUGGING_FACE: "times_hugging_face", LLAMA_CPP: "times_llama_cpp"}

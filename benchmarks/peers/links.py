@@ -24,6 +24,7 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks.common import experiment, plot
+from benchmarks.pages.stored_results import with_range
 from benchmarks.peers.compare_engines import (
     add_job,
     conditions,
@@ -37,7 +38,6 @@ from benchmarks.peers.link_engines import LinkedEngine, engines
 from benchmarks.peers.python_engines import Job, PeerFailed, Run, hugging_face, in_child
 from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
 from pipespec.errors import ConfigError
-from tools.docs.stored_results import with_range
 from tools.rig import testbed
 
 PLAIN, DRAFTING, VLLM = "llama.cpp", "llama.cpp with draft", "vLLM"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipeline.tbt --json benchmarks/results/tbt.json \\
         --plot benchmarks/results/tbt
-    python -m benchmarks.pipeline.tbt --proposer synthetic --curve "1:0.74,32:0.99" --spread 0.8 ...
+    python -m benchmarks.pipeline.tbt --proposer synthetic --scale 6 --num-prompts 4 --tokens 48 ...
     python -m benchmarks.pipeline.tbt --seeds 5 --num-prompts 4 --tokens 24     # greedy and sampled
     python -m benchmarks.pipeline.tbt --proposer synthetic_cascade --methods root,alone,cascade
 

@@ -15,7 +15,8 @@ from pipespec.cli.main import COMMANDS
 from pipespec.config.hosts import FILE, HOST
 from pipespec.engine.formats.architectures import ARCHITECTURES
 from tests.helpers.documentation import blocks, indented_commands, pages
-from tools.docs import figures, glossary, metrics
+from benchmarks.pages import figures
+from tools.docs import glossary, metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -200,7 +201,7 @@ def test_figures_are_those_of_the_stored_results() -> None:
     named = []
     for page in figures.PAGES:
         text = page.read_text()
-        assert text == figures.updated(text), "run python -m tools.docs.figures"
+        assert text == figures.updated(text), "run python -m benchmarks.pages.figures"
         named += [found["name"] for found in figures.BLOCK.finditer(text)]
     assert sorted(named) == sorted(figures.BLOCKS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from benchmarks.papers.machines import (
 from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
-from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
+from benchmarks.papers.tables import AHEAD, BEHIND, REACHED, compared
 from pipespec.extras.plan.simulation import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
@@ -32,10 +33,10 @@ from pipespec.head.policies.root import Root
 QUANTILES = {4: 2.776, 9: 2.262, 19: 2.093, 44: 2.015, 10**6: 1.960}
 # What must be compared, or listed as impossible.
 WANTED = {
-    "SpecPipe": ("9", "10", "11", "12", "13", "14", "15", "16", "17", "Table 1", "Tables 3, 4"),
-    "PipeDec": ("3", "4", "5", "6", "7", "8"),
-    "SwiftSpec": ("2", "7", "8", "9", "Table 6", "Tables 3, 7"),
-    "Meta": ("1", "3", "4b", "6, 7", "8", "9", "Table 1", "Table 2"),
+    "SpecPipe": (*map(str, range(9, 18)), "Table 1", "Table 3", "Table 4"),
+    "PipeDec": (*map(str, range(3, 9)),),
+    "SwiftSpec": ("2", "7", "8", "9", "Table 3", "Table 6", "Table 7"),
+    "Meta": ("1", "3", "4b", "6", "7", "8", "9", "Table 1", "Table 2"),
 }
 
 
@@ -140,8 +141,8 @@ def test_machines_have_the_times_of_the_whole_model() -> None:
     ("ours", "higher", "lower"),
     [
         (Interval(7.0, 6.5, 7.5), AHEAD, BEHIND),
-        (Interval(5.0, 4.5, 5.5), ALIKE, ALIKE),
-        (Interval(5.6, 5.4, 5.8), ALIKE, ALIKE),
+        (Interval(5.0, 4.5, 5.5), REACHED, REACHED),
+        (Interval(5.6, 5.4, 5.8), REACHED, REACHED),
         (Interval(4.0, 3.9, 4.1), BEHIND, AHEAD),
     ],
 )
@@ -152,16 +153,23 @@ def test_verdict_is_of_the_whole_interval(ours: Interval, higher: str, lower: st
     assert (found.verdict, found.paper) == (lower, "4.19 to 5.53")
 
 
+def expanded(listed: str) -> set[str]:
+    """The figures that a text such as "Fig. 4b, 6; Tables 1, 3" names."""
+    found = set()
+    for kind, numbers in re.findall(r"(Fig|Table)s?\.? ((?:\d+b?(?:, )?)+)", listed):
+        found |= {f"{kind}{'.' * (kind == 'Fig')} {n}" for n in numbers.strip(", ").split(", ")}
+    return found
+
+
 def test_every_figure_is_compared_or_listed_as_impossible() -> None:
     compared_figures = [(each.paper, figure) for each in experiments() for figure in each.figures]
     compared_figures += [(each.paper, each.figure) for each in MISSING]
     for paper, figures in WANTED.items():
         for figure in figures:
             name = figure if figure.startswith("Table") else f"Fig. {figure}"
-            assert any(
-                of == paper and (found == name or found.startswith(f"{name}:"))
-                for of, found in compared_figures
-            ), f"{paper} {name}"
+            assert any(of == paper and name in expanded(found) for of, found in compared_figures), (
+                f"{paper} {name}"
+            )
 
 
 def test_every_cell_that_varies_counts_2000_tokens() -> None:
@@ -170,13 +178,13 @@ def test_every_cell_that_varies_counts_2000_tokens() -> None:
     assert {each.paper for each in experiments()} == set(PAPERS)
 
 
-def test_experiments_make_their_rows_and_grids_from_few_tokens() -> None:
+def test_experiments_make_their_rows_from_few_tokens() -> None:
     (chosen,) = experiments(["meta_tpc"])
     runs = Runs(share=0.01)
     assert [*runs.simulate(chosen.cells, jobs=1)][-1] == 0
     (table,) = simulated_tables([chosen], runs)
-    assert table["paper"] == "Meta" and "SIMULATED, SYNTHETIC" in table["title"]
-    assert all(row["low"] <= row["value"] <= row["high"] for row in table["rows"])
+    assert table["paper"] == "Meta" and table["rows"][0]["verdict"]
+    assert all(row["low"] <= row["value"] <= row["high"] for row in table["rows"][:4])
 
 
 def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:

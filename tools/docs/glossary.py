@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from tools.docs.stored_results import ROOT, table
+from tools.docs.markdown import ROOT, table
 
 SOURCE = ROOT / "pipespec" / "extras" / "pages" / "page" / "glossary.js"
 PAGE = ROOT / "docs" / "statistics.md"

@@ -10,7 +10,7 @@ from prometheus_client import Metric
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metrics import OURS, VLLM, RequestMetrics, cluster_metrics
-from tools.docs.stored_results import ROOT, table
+from tools.docs.markdown import ROOT, table
 
 PAGE = ROOT / "docs" / "metrics.md"
 HEAD = """\

@@ -12,7 +12,7 @@ from pipespec.console.arguments import finish, list_of, overrides, refuse_settin
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
 from pipespec.extras.commands import plan_hosts
-from pipespec.extras.commands.plan_hosts import RANGE, SPREAD, predictions_table
+from pipespec.extras.commands.plan_hosts import predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """The default policy on each number of GPUs, with which the layers of a model would fit."""
     from pipespec.config.compose import compose_sections, default_policy
-    from pipespec.extras.emulation.synthetic_proposer import Accuracy
+    from pipespec.extras.emulation.synthetic_proposer import RANGE, USUAL, Accuracy
     from pipespec.extras.plan import gpu_layouts
     from pipespec.extras.plan.advice import DecodingMethod, predict
     from pipespec.extras.plan.gpu_layouts import ROUND_MS
@@ -270,9 +270,11 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     name = "best_first" if drafts else "root"
     policy = default_policy(name)
     method = DecodingMethod(name, policy, "auto" if drafts else 1)
-    spread = given.get("spread", SUFFIX_SPREAD if suffix else SPREAD)
-    curves = [given["curve"]] if "curve" in given else SUFFIX_RANGE if suffix else RANGE
-    accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
+    accuracies: Sequence[Accuracy] = RANGE
+    if suffix or "curve" in given:
+        curves = [given["curve"]] if "curve" in given else SUFFIX_RANGE
+        spread = given.get("spread", SUFFIX_SPREAD if suffix else USUAL.spread)
+        accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
     usual = accuracies[len(accuracies) // 2]
     nodes = BATCHES * len(gpus) * policy.max_rows
     target = gpu_layouts.PlannedModel(shape, weights, context, nodes)
@@ -289,7 +291,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         for model in filter(None, (target, own)):
             if why := model.shape.undecoded:
                 said.insert(0, f"pipespec does not decode {model.shape.name}: {why}.")
-        for each in accuracies * drafts:
+        for each in accuracies if drafts else ():
             ms = predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms
             by_accuracy.append({"top1": each.hit_rate(1), "tbt_ms": ms})
             said.append(

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 
 SHOWN = 16  # predictions in the table
-# ASSUMED accuracies of a smaller model of the same family, from a poor one to a good one; the
-# shares of 32 and 8 candidates are SpecPipe's (Fig. 7) of a 1B and an 8B.
-RANGE = (("1:0.6", "32:0.97"), ("1:0.74", "32:0.99"), ("1:0.85", "8:0.99"))
-SPREAD = 0.8
 
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -146,7 +142,7 @@ def _divided(
     arguments: argparse.Namespace, hosts_file: HostsFile, figures: Figures, config: Config
 ) -> tuple[dict[str, Any], list[Any]]:
     """The divisions of a host's devices, the fastest first, by their measured times."""
-    from pipespec.extras.emulation.synthetic_proposer import Accuracy
+    from pipespec.extras.emulation.synthetic_proposer import USUAL
     from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
     from pipespec.head.policies.policy import AUTO
 
@@ -168,7 +164,7 @@ def _divided(
         predicted = predict_all(
             [layout for _, layout in found.values()],
             [DecodingMethod(type(config.policy).__name__, config.policy, AUTO)],
-            Accuracy.parse(RANGE[len(RANGE) // 2], SPREAD),
+            USUAL,
             num_tokens=arguments.tokens,
             on_done=on_done,
         )

@@ -21,7 +21,7 @@ import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.machine import TimeCurve, all_with_experts, point
-from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.emulation.synthetic_proposer import USUAL, USUAL_CURVE, Accuracy
 from pipespec.head.in_flight import depth
 from pipespec.limits import MAX_COUNT, MAX_MS, MAX_STAGES, check_number, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
@@ -209,7 +209,7 @@ class DraftRecord:
 @dataclass(frozen=True)
 class Profile:
     """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
-    RTX 3090, and a draft that is right at once for 81 of 100 tokens.
+    RTX 3090, and the accuracy of a draft that was recorded.
 
     Attributes:
         stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
@@ -232,8 +232,8 @@ class Profile:
     hop_ms: float | Sequence[str | float] = 0.0
     draft_ms: float | Sequence[str | float] = 0.0
     row_ms: float | None = None
-    curve: Sequence[str] = ("1:0.81", "8:0.99")
-    spread: float = 0.5
+    curve: Sequence[str] = tuple(USUAL_CURVE)
+    spread: float = USUAL.spread
     experts: Sequence[float] = ()
     slot_ms: float | Sequence[float] = 0.0
     slots: float | Sequence[float] = 0.0

@@ -6,10 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.docs.markdown import ROOT, table
+
 RESULTS = ROOT / "benchmarks" / "results"
 # Options that say where a result is written.
 WRITTEN = re.compile(r" --(?:json|plot) \S+")
@@ -75,13 +75,6 @@ def source(name: str) -> str:
 def command_of(stored: Mapping[str, Any]) -> str:
     """The line under a table: where its result was made, and with which command of today."""
     return f"\n{origin(stored)}: `{command_today(stored)}`\n"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (headings, *rows)]
-    first, *others = [f"| {line} |" for line in lines]
-    return "\n".join([first, "|" + "---|" * len(headings), *others]) + "\n"
 
 
 def brief(value: float) -> str:

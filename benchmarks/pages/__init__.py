@@ -1,0 +1,1 @@
+"""Tables of README.md and docs/, from the stored results."""

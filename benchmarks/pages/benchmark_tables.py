@@ -1,0 +1,319 @@
+"""Tables of docs/benchmarks.md, docs/gpus.md and docs/peers.md, from the stored results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from benchmarks.pages.stored_results import (
+    Column,
+    columns,
+    command_of,
+    result,
+    row,
+    source,
+    with_range,
+)
+from tools.docs.markdown import table
+
+TBT = ("TBT, ms", "{tbt_ms:.1f}")
+OVER_ROOT = ("over `root`", "{speed_up:.2f}")
+TOKENS = ("tokens per step", "{tokens_per_step:.3f}")
+HITS = ("hit rate", "{hit_rate:.2f}")
+OVERRUNS = ("over-runs per step", "{overruns_per_step:.3f}")
+# Of a data set, where all of them together have a row of their own.
+MEAN = "**mean**"
+Row = Mapping[str, Any]
+
+
+def plain(name: str, *listed: Column) -> str:
+    """A table of one stored result with the command under it."""
+    stored = result(name)
+    return columns(listed, stored["rows"]) + command_of(stored)
+
+
+def time_between_tokens(name: str) -> str:
+    """The table of `pipeline.tbt`: time between tokens by data set and method."""
+    stored = result(name)
+    methods = list(dict.fromkeys(each["method"] for each in stored["rows"]))
+    lines = []
+    for data_set in dict.fromkeys(each["data_set"] for each in stored["rows"]):
+        root, *others = [row(stored, data_set=data_set, method=method) for method in methods]
+        cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in others]
+        lines.append([MEAN if data_set == "all" else data_set, f"{root['tbt_ms']:.1f}", *cells])
+    means = [each for each in stored["rows"] if each["data_set"] == "all"]
+    for heading, cell in (TOKENS, HITS, OVERRUNS):
+        lines.append([heading, *(cell.format_map(each) for each in means)])
+    headings = ["TBT, ms", *(f"`{method}`" for method in methods)]
+    return table(headings, lines) + command_of(stored)
+
+
+def sizes_of_trees() -> str:
+    """The table of `pipeline.methods`: policies by width, with 16 children."""
+    stored = result("methods")
+    widths = (4, 8, 16, 32, 64)
+    cells: dict[str, dict[int, str]] = {}
+    for each in stored["rows"]:
+        if each["policy"] in ("root", "static_tree") or each["children"] == 16:
+            shown = f"{each['tokens_per_step']:.3f} ({each['hit_rate']:.2f})"
+            cells.setdefault(each["policy"], {})[each["width"]] = shown
+    lines = [
+        [policy, *(found.get(width, "") for width in widths)]
+        if len(found) > 1
+        else [f"{policy}: {next(iter(found.values()))}", *[""] * len(widths)]
+        for policy, found in cells.items()
+    ]
+    headings = ["policy", *(f"width {width}" for width in widths)]
+    return table(headings, lines) + command_of(stored)
+
+
+def proposers() -> str:
+    """The table of `pipeline.methods` with every proposer of the demo target."""
+    stored = result("sources")
+    names = {
+        "demo": "the demo draft",
+        "parallel": "the demo draft made parallel (`demo/draft_pard`)",
+        "suffix": "`proposer=suffix`",
+        "hybrid": "`proposer=hybrid` with the demo draft",
+        "parallel_hybrid": "`proposer=hybrid` with the parallel one",
+    }
+    lines = []
+    for proposer, name in names.items():
+        found = [
+            row(stored, policy="best_first", source=proposer, width=width, rounds=rounds)
+            for width in (16, 64)
+            for rounds in (1, 3)
+        ]
+        cells = [f"{each['tokens_per_step']:.3f} ({each['hit_rate']:.2f})" for each in found]
+        lines.append([name, *cells])
+    headings = ["proposer", "width 16, one round", "three rounds", "width 64, one round"]
+    return table([*headings, "three rounds"], lines) + command_of(stored)
+
+
+def many_requests() -> str:
+    """`load.throughput`: every method by the number of requests, as multiples of `root`."""
+    stored = result("load")
+    counts = sorted({each["requests"] for each in stored["rows"]})
+    methods = list(dict.fromkeys(each["method"] for each in stored["rows"]))
+    lines = []
+    for method in methods:
+        of = [row(stored, method=method, requests=count) for count in counts]
+        shown = "tokens_per_s" if method == "root" else "speed_up"
+        name = "`root`, tokens/s" if method == "root" else f"`{method}`"
+        lines.append([name, *(f"{each[shown]:.{1 + (shown == 'speed_up')}f}" for each in of)])
+    return table(["requests", *map(str, counts)], lines) + command_of(stored)
+
+
+def where_rows_cost() -> str:
+    """`pipeline.frontier`: the default beside the best fixed policy, by requests."""
+    names = ("frontier_1", "frontier_8", "frontier_64")
+    lines = []
+    for name in names:
+        stored = result(name)
+        over = [each["over_best"] for each in stored["rows"]]
+        root = [each["over_root"] for each in stored["rows"]]
+        lines.append(
+            [
+                name.removeprefix("frontier_"),
+                str(len(over)),
+                f"{mean(over):.2f}",
+                f"{min(over):.2f}",
+                f"{mean(root):.2f}",
+                f"{min(root):.2f}",
+            ]
+        )
+    headings = ("requests", "cells", "over the best fixed policy", "least", "over `root`", "least")
+    return table(headings, lines) + "".join(map(command_of, map(result, names)))
+
+
+def accuracy() -> str:
+    """`drafts.accuracy_curves` of both recorded pairs."""
+    found = {"Qwen2.5-Coder 0.5B before 1.5B": "curves_real", "the demo pair": "curves"}
+    ranks = (1, 2, 4, 8, 16)
+    lines = [
+        [
+            f"{pair}, {each['data_set']}",
+            *(f"{each[f'top_{k}']:.3f}" for k in ranks),
+            *(f"{each[name]:.2f}" for name in ("confidence", "spread")),
+        ]
+        for pair, name in found.items()
+        for each in result(name)["rows"]
+    ]
+    headings = ["pair, prompts", *(f"top-{k}" for k in ranks), "mean confidence", "spread"]
+    return table(headings, lines) + "".join(command_of(result(name)) for name in found.values())
+
+
+def faults(name: str) -> str:
+    """`faults.chaos`: seconds from a fault to a complete cluster whose requests make progress."""
+    listed = (
+        ("fault", "{fault}"),
+        ("times", "{times}"),
+        ("median s", "{median_s:.2f}"),
+        ("90th percentile s", "{p90_s:.2f}"),
+        ("worst s", "{worst_s:.2f}"),
+    )
+    stored = result(name)
+    what = (
+        f"\n{stored['requests_finished']} requests: {stored['texts_differ']} texts differ, "
+        f"{stored['requests_lost']} lost, {stored['tokens_lost']} tokens lost; left behind: "
+        f"{sum(map(len, stored['left_behind'].values()))}.\n"
+    )
+    return columns(listed, stored["rows"]) + what + command_of(stored)
+
+
+def counted() -> list[tuple[str, str, str, str]]:
+    """Figures that no machine changes: what, how much, beside what, of which result."""
+    optimum = [each["default"] for each in result("optimum")["rows"]]
+    noise = result("foresight")["rows"]
+    alone, shared = (
+        row({"rows": noise}, sampling="temperature 1", ranked=how) for how in ("plain", "foresight")
+    )
+    schemas = row(result("forms"), schema="together"), row(result("forms"), schema="free text")
+    stated = max(
+        each["worst"]
+        for each in result("calibration")["rows"]
+        if each["source"] != "suffix" and each["texts"] != "repetitive"
+    )
+    small, cascade = (
+        row(result("cascade_demo"), method=method) for method in ("small draft alone", "cascade")
+    )
+    bits = {each["draft"]: each["tokens_per_step"] for each in result("quantized_draft")["rows"]}
+    fewest = min(bits, key=bits.__getitem__)
+    return [
+        (
+            "speed of the default as a share of the exact optimum, pipelines of 1 to 4 stages",
+            f"{mean(optimum):.2f} in the mean, {min(optimum):.2f} at least",
+            f"{len(optimum)} cells",
+            "optimum",
+        ),
+        (
+            "most by which the draft's stated probabilities are wrong, by tenths, shipped prompts",
+            f"{stated:.3f}",
+            "0 if perfect",
+            "calibration",
+        ),
+        (
+            "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
+            f"{shared['top_1']:.2f}",
+            f"{alone['top_1']:.2f} without it",
+            "foresight",
+        ),
+        (
+            "tokens per step under twenty JSON schemas, `best_first`",
+            f"{schemas[0]['best_first']:.2f}",
+            f"free text {schemas[1]['best_first']:.2f}, `root` {schemas[1]['root']}",
+            "forms",
+        ),
+        (
+            "tokens per step with a mid-size model beside the draft, emulated",
+            f"{cascade['tokens_per_step']:.2f}",
+            f"the draft alone {small['tokens_per_step']:.2f}",
+            "cascade_demo",
+        ),
+        (
+            "tokens per step with a draft in fewer bits, the least of int8, nf4 and AWQ",
+            f"{min(v for k, v in bits.items() if k != 'bfloat16'):.2f}",
+            f"bfloat16 {bits['bfloat16']:.2f}" + (", by chance" if fewest == "bfloat16" else ""),
+            "quantized_draft",
+        ),
+    ]
+
+
+def measured() -> str:
+    """Figures that were measured without emulation, beside what to compare them with."""
+    controller, memory, startup = result("controller"), result("memory"), result("startup")
+    hop = row(controller, name="hop: complete -> ready elsewhere")["value"]
+    ping = row(controller, name="Redis PING round trip")["value"]
+    four = row(startup, what="generate, 4 stages")["first_s"]
+    imports = row(startup, what="imports")["first_s"]
+    own, resident = (
+        max(each[name] for each in memory["rows"]) for name in ("uss_beyond", "rss_beyond")
+    )
+    lines = [
+        (
+            "controller: from one rank's report to another's start",
+            f"{hop:.0f} µs",
+            f"Redis PING {ping:.0f} µs, budget {2 * ping:.0f} µs",
+            "controller",
+        ),
+        (
+            "from the command to the first token, 4 stages, demo pair",
+            f"{four:.1f} s",
+            f"importing torch and Transformers {imports:.1f} s",
+            "startup",
+        ),
+        (
+            "memory of a rank beyond weights and KV cache: its own, and with what ranks share",
+            f"{own:.0f} and {resident:.0f} MiB",
+            "budget 300 MiB",
+            "memory",
+        ),
+        *counted(),
+    ]
+    rows = [[*figure, source(name)] for *figure, name in lines]
+    return table(["measured", "figure", "beside", "from `benchmarks/results/`"], rows)
+
+
+def engines(name: str) -> str:
+    """A table of `peers.compare_engines`: every engine on one machine."""
+    stored = result(name)
+    rows: list[dict[str, Any]] = [
+        {
+            key: with_range(value) if isinstance(value, dict) else value
+            for key, value in each.items()
+        }
+        for each in stored["rows"]
+    ]
+    listed = [
+        ("engine", "{engine}"),
+        ("load s", "{load_s}"),
+        ("TTFT ms", "{ttft_ms}"),
+        ("TBT ms", "{tbt_ms}"),
+        ("tokens/s", "{tokens_per_s}"),
+    ]
+    if stored["rows"][0].get("kind"):
+        listed = [("prompts", "{kind}"), *listed, ("memory MiB", "{memory_mib}")]
+    else:
+        listed += [("× HF", "{times_hugging_face}"), ("equal", "{equal_answers} of {answers}")]
+    return columns(listed, rows) + command_of(stored)
+
+
+def race(name: str) -> str:
+    """A table of `peers.links`: milliseconds between tokens by delay and engine."""
+    stored = result(name)
+    names = list(dict.fromkeys(each["engine"] for each in stored["rows"]))
+    names.sort(key=lambda engine: engine.startswith("pipespec"))
+    lines = [
+        [
+            f"{delay:g} ms",
+            *(with_range(row(stored, delay_ms=delay, engine=engine)["tbt_ms"]) for engine in names),
+        ]
+        for delay in sorted({each["delay_ms"] for each in stored["rows"]})
+    ]
+    headings = [engine.replace("pipespec root", "pipespec, `root`") for engine in names]
+    return table(["one way", *headings], lines) + command_of(stored)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    **{name: partial(engines, name) for name in ("peers_bfloat16", "peers_h200", "peers_real")},
+    "links": partial(race, "links"),
+    "sampled": partial(
+        plain,
+        "sampled",
+        ("", "{verify}"),
+        ("method", "`{method}`"),
+        TBT,
+        ("least and most", "{least_ms:.1f} to {most_ms:.1f}"),
+        *(OVER_ROOT, TOKENS, HITS),
+    ),
+    "methods": sizes_of_trees,
+    "proposers": proposers,
+    "load": many_requests,
+    "frontier": where_rows_cost,
+    "accuracy": accuracy,
+    "measured": measured,
+    "tbt": partial(time_between_tokens, "tbt"),
+    **{name: partial(faults, name) for name in ("chaos_in_flight", "chaos_delayed")},
+}
