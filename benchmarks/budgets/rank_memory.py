@@ -8,7 +8,7 @@ torch in every rank again). Budget beyond weights and KV pool: 300 MiB.
 
 The prediction is arithmetic on the model's shape: a slice's weights, and a KV slot for every
 token of the context, every row of the steps in flight and one batch on its way in. The same for
-Llama-3.1-70B in bfloat16 is COMPUTED, not measured.
+Llama-3.1-70B in bfloat16 is computed, not measured.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def main() -> None:
     chunk = config.decode.prefill_chunk
     large = computed(options.stages, options.width, options.context, chunk)
     large_title = (
-        f"COMPUTED, GiB: Llama-3.1-70B in bfloat16, {options.stages} stages, width "
+        f"Computed, GiB: Llama-3.1-70B in bfloat16, {options.stages} stages, width "
         f"{options.width}, context {options.context}"
     )
     title = (

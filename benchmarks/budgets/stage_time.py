@@ -1,4 +1,4 @@
-"""The time of a stage beside the limits of the hardware. MEASURED: nothing is emulated.
+"""The time of a stage beside the limits of the hardware. Measured: nothing is emulated.
 
     python -m benchmarks.budgets.stage_time --shape llama-1b --layers 4 --json FILE --plot PATH
     python -m benchmarks.budgets.stage_time --shape llama-70b --draft llama-1b
@@ -294,7 +294,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     result = measure(options)
     title = (
-        f"MEASURED: a stage of {options.layers} layers of {options.shape}, {options.dtype}, "
+        f"Measured: a stage of {options.layers} layers of {options.shape}, {options.dtype}, "
         f"attention {result['attention']}{', graphs' * bool(options.graph_rows)}"
         f"{', compiled' * options.compile}, on "
         f"{result['device']}, {options.threads} CPU threads"

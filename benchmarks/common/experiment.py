@@ -31,6 +31,10 @@ from rich.table import Table
 from pipespec.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
+# When this run began, whatever is committed meanwhile.
+COMMIT = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+).stdout.strip()
 
 
 # --- options ------------------------------------------------------------------------------------
@@ -120,9 +124,6 @@ def store(path: Path, result: Mapping[str, Any]) -> None:
 def provenance(program: str | None = None) -> dict[str, Any]:
     """Date, commit, command, hardware and Python of this run."""
     program = program or f"python -m {module_of(Path(sys.argv[0]))}"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -133,11 +134,17 @@ def provenance(program: str | None = None) -> dict[str, Any]:
     )
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "command": f"{program} {shlex.join(sys.argv[1:])}".strip(),
+        "commit": COMMIT,
+        "command": f"{program} {shlex.join(map(_without_folders, sys.argv[1:]))}".strip(),
         "hardware": f"{model}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }
+
+
+def _without_folders(argument: str) -> str:
+    """An argument without the folders of a path outside this repository."""
+    inside = _relative(argument, (ROOT,))
+    return Path(inside).name if Path(inside).is_absolute() else inside
 
 
 def module_of(program: Path) -> str:

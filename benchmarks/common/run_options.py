@@ -2,7 +2,7 @@
 
 They state four things: the machine that is emulated, the proposer, the method, and the prompts.
 Ranks are real processes; each stage and each draft round is held to a stated time, so that two
-cores can show how the runtime behaves with a machine per rank. All such times are EMULATED.
+cores can show how the runtime behaves with a machine per rank. All such times are emulated.
 """
 
 from __future__ import annotations
@@ -237,13 +237,13 @@ def tags(options: argparse.Namespace) -> str:
     """
     words = []
     if not hasattr(options, "machine"):
-        words.append("EMULATED")
+        words.append("emulated")
     elif options.machine != "none" or options.link != "none":
         given = [name for name in (options.machine, options.link) if name != "none"]
         given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
-        words.append(f"EMULATED ({', '.join(given)})")
+        words.append(f"emulated ({', '.join(given)})")
     if is_synthetic(options):
-        words.append(f"SYNTHETIC draft ({options.curve})")
+        words.append(f"synthetic draft ({options.curve})")
     elif options.proposer != "demo":
         words.append(f"proposer {options.proposer}")
     return ", ".join(words) or "Measured"

@@ -14,6 +14,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Options that say where a result is written.
 WRITTEN = re.compile(r" --(?:json|plot) \S+")
 OLD_MODULE = re.compile(r"benchmarks\.(\w+) ")
+# Results of an earlier day are said to be of older code: those of this day and later are of at most
+# COMMITS commits ago, which `tests/unit/test_results.py` checks.
+OLDER, COMMITS = "2026-11-30", 200
 # The heading of a table's column, and the format of its cells.
 Column = tuple[str, str]
 # What older results call the modules of today, and what else is to be changed in their commands.
@@ -26,14 +29,17 @@ MODULES = {
     "startup": "budgets.startup",
     "tbt": "pipeline.tbt",
 }
-CASCADE = "--methods root,alone,cascade --tokens 64"
 CHANGED = {
-    "drafts.cascade_tbt --proposer cascade": f"pipeline.tbt --proposer cascade {CASCADE}",
-    "drafts.cascade_tbt": f"pipeline.tbt --proposer synthetic_cascade {CASCADE}",
+    "drafts.cascade_tbt --proposer cascade": (
+        "pipeline.tbt --proposer cascade --methods root,alone,cascade --tokens 64"
+    ),
     "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
+    "drafts.shared_noise_gain": "drafts.counts noise",
+    "drafts.json_schemas": "drafts.counts schemas",
+    "drafts.lossy_acceptance": "drafts.counts acceptance",
+    "drafts.quantized_draft": "drafts.counts bits",
     "--source ": "--proposer ",
     "--sources ": "--proposers ",
-    "--stage-ms 1:22.7 64:24.0": '--stage-ms "1:22.7 64:24.0"',
 }
 
 
@@ -53,7 +59,8 @@ def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:
 def origin(stored: Mapping[str, Any]) -> str:
     """Hardware, commit and date of a result."""
     hardware = stored["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
-    return f"{hardware}, {stored['commit']}, {stored['date']}"
+    older = ", older code" if stored["date"] < OLDER else ""
+    return f"{hardware}, {stored['commit']}, {stored['date']}{older}"
 
 
 def command_today(stored: Mapping[str, Any]) -> str:

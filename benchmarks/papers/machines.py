@@ -1,4 +1,4 @@
-"""The machines of the papers, with the times that they print and what is ASSUMED of the rest."""
+"""The machines of the papers, with the times that they print and what is assumed of the rest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.plan.pipeline_times import Machine
 
-# SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (ASSUMED).
+# SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (assumed).
 PUBLISHED_DRAFT_MS, FAST_DRAFT_MS = 17.0, 4.0
 STAGES = 8
 # SpecPipe, Fig. 11, HumanEval-X: a token of its own plain pipeline, and of vLLM's on the same GPUs.
 PP_MS, VLLM_MS = 302.39, 181.41
-# ASSUMED: 64 rows take so long on a stage of vLLM's, as `1:22.7 64:24.0`.
+# Assumed: 64 rows take so long on a stage of vLLM's, as `1:22.7 64:24.0`.
 VLLM_STAGE = TimeCurve(((1, 22.7), (64, 24.0)))
-# GB/s of memory: a stage on an RTX 4090 is ASSUMED to take this share of its time on a 3090.
+# GB/s of memory: a stage on an RTX 4090 is assumed to take this share of its time on a 3090.
 RTX_4090 = 936 / 1008
 ROWS = (1, 64)
 

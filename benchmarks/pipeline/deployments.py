@@ -5,8 +5,8 @@
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B on twelve of 80 GB, their draft on
 one more, over each kind of link, with one request and with many. Times of stages are those that
 vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft is as
-accurate as one that was recorded. What a group takes is COMPUTED: its share of a pass, and the
-all-reduces of its layers, each of which is ASSUMED to take two messages over the slowest link. The
+accurate as one that was recorded. What a group takes is computed: its share of a pass, and the
+all-reduces of its layers, each of which is assumed to take two messages over the slowest link. The
 fixed methods have the sizes that are best there.
 """
 
@@ -35,7 +35,7 @@ from pipespec.head.policies.static_tree import StaticTree
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 MAX_ROWS = ROWS[-1]  # of a batch of all requests
 REQUESTS = (8, 64)
-# ASSUMED of GPUs of one box, over PCI Express.
+# Assumed of GPUs of one box, over PCI Express.
 PCIE = EmulatedLink(latency_ms=0.05, gbit_per_s=100.0)
 FAR = (20.0, 40.0)  # milliseconds one way, over the internet
 ALL_REDUCES, MESSAGES = 2, 2  # of a layer, and of an all-reduce
@@ -128,7 +128,7 @@ def main() -> None:
     parser = experiment.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=2000, help="of a simulation (2000)")
     options = experiment.parse(parser, tokens=200)
-    title = "SIMULATED: milliseconds between tokens by deployment and method"
+    title = "simulated: milliseconds between tokens by deployment and method"
     experiment.publish(options, title, [*rows(options)])
 
 

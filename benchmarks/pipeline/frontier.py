@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipeline.frontier --requests 1 --cells 24 --resume build/frontier.jsonl
 
-SIMULATED with the head's own scheduler. A cell is a number of stages, a curve of stage times by
+Simulated with the head's own scheduler. A cell is a number of stages, a curve of stage times by
 rows, a draft's accuracy, its speed and a number of requests. In each, the policies of `FIXED`
 decode the same texts with the same random numbers; the fastest two of them, the default and `root`
 then decode fresh ones, by which they are compared: a ratio above 1 means that the default is
@@ -224,7 +224,7 @@ def main() -> None:
     found = list(run(options))
     rows = [{k: v for k, v in each.items() if k != "first"} for each in found]
     rows.sort(key=lambda row: row["over_best"])
-    title = f"SIMULATED: the default beside the best fixed policy in {len(rows)} cells"
+    title = f"simulated: the default beside the best fixed policy in {len(rows)} cells"
     whole = summary(found)
     experiment.publish(options, title, rows, summary=whole, first=found, unit="ms")
     experiment.show("Over all cells", [whole])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pipeline.optimum --json benchmarks/results/optimum.json
 
-EXACT and SIMULATED. In small pipelines, for a draft whose candidates all have the same
+Exact and simulated. In small pipelines, for a draft whose candidates all have the same
 probabilities by rank, the best choice of rows in every state is found by dynamic programming
 (`Optimum`); the head's own scheduler then decodes there with a draft that costs no time, with
 measured times and with every fixed width. A ratio of 1 means: as fast as any policy can be.
@@ -274,7 +274,7 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(each.compare, options.tokens) for each in instances()]
         rows: Sequence[dict[str, Any]] = [future.result() for future in futures]
-    experiment.publish(options, "EXACT optimum, and SIMULATED shares of it", rows, unit="ms")
+    experiment.publish(options, "exact optimum, and simulated shares of it", rows, unit="ms")
 
 
 if __name__ == "__main__":

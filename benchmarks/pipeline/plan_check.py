@@ -5,7 +5,7 @@
 For each number of stages the pair is profiled once (`pipespec bench --profile`: a plain run
 and one with the default policy); from that file each policy is predicted for each data set, and
 then measured on clusters of its own. Stages and draft rounds are held to stated times, so times are
-EMULATED: two cores cannot be nine devices. With `--machine none` nothing is held, and ranks share
+Emulated: two cores cannot be nine devices. With `--machine none` nothing is held, and ranks share
 the cores.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
         profiles[stages] |= {"draft_ms": found.draft_ms, "measured": found.about["measured"]}
         for policy in track(options.policies, f"decoding, {stages} stages"):
             rows += compare(options, stages, policy, found, settings, samples)
-    pace = "Measured" if options.machine == "none" else "times EMULATED"
+    pace = "Measured" if options.machine == "none" else "times emulated"
     if options.machine == "fixed":
         pace += f" ({options.stage_ms} ms a stage, {options.draft_ms} ms a draft round)"
     title = (

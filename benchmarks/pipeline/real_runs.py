@@ -5,7 +5,7 @@
         --proposers draft_model,suffix,hybrid --json FILE
 
 For each pair of models, proposer and number of stages one cluster decodes the same prompt by every
-policy in turn, `--repeats` times over. MEASURED ms a token are those after the first `--warm-up`
+policy in turn, `--repeats` times over. Measured ms a token are those after the first `--warm-up`
 tokens of an answer, the median of the repeats. `over_best` is the default's time as a multiple of
 the best simple policy's; `over_member`, with `hybrid`, as one of the better of its members'.
 Answers are compared token for token.
@@ -55,7 +55,7 @@ def main() -> None:
         ms = {row["proposer"]: row["ms_per_token"] for row in of_cell}
         if (own := ms.pop("hybrid", None)) and ms:
             of_cell[-1]["over_member"] = own / min(ms.values())
-    experiment.publish(options, "MEASURED ms a token, without emulation", rows)
+    experiment.publish(options, "measured ms a token, without emulation", rows)
 
 
 def cells(

@@ -85,7 +85,7 @@ def demo_stage(tmp_path_factory):
 
 def test_a_stage_is_measured_beside_its_floor(demo_stage):
     result, printed = demo_stage
-    assert "MEASURED" in result["title"] and "2 layers of demo, float32" in result["title"]
+    assert "Measured" in result["title"] and "2 layers of demo, float32" in result["title"]
     assert {"device", "threads", "hardware", "commit", "date", "command"} <= set(result)
     steps = result["steps"]
     sizes = [(cell["rows"], cell["context"]) for cell in steps]

@@ -37,7 +37,7 @@ EQUAL = 0.05
 # The draft's best so many are what the estimate of a layout counts as proposed.
 PROPOSED = 8
 
-# ASSUMED accuracies of proposer=suffix, from a new text to one that repeats others; of the demo
+# Assumed accuracies of proposer=suffix, from a new text to one that repeats others; of the demo
 # target's answers .61 were among 16 candidates (docs/benchmarks.md).
 SUFFIX_RANGE = (("1:0.2", "8:0.3"), ("1:0.45", "8:0.6"), ("1:0.8", "8:0.9"))
 SUFFIX_SPREAD = 0.9
@@ -213,7 +213,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     said = []
     if given.get("proposer") == ["suffix"]:
         proposer = ("proposer=suffix",)
-        said = ["A round of proposer=suffix, and how often it is right, are ASSUMED if not given."]
+        said = ["A round of proposer=suffix, and how often it is right, are assumed if not given."]
         usual = SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]
         given = {"curve": usual, "spread": SUFFIX_SPREAD, "draft_ms": ROUND_MS} | given
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
@@ -303,7 +303,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
             small = f"model.draft={fitting} or " if fitting else ""
             said.append(f"Draft tokens may help: give {small}proposer=suffix, which needs no GPU.")
         said.append(
-            "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of proposals "
+            "Times are assumed from the GPUs' data sheets, and so is the accuracy of proposals "
             "unless curve states it; `pipespec plan HOSTS.yaml` measures."
         )
         return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said

@@ -24,12 +24,12 @@ from pipespec.system.sizes import size_text
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Layers are divided so that stages take as long as each other with so many rows.
 USUAL_ROWS = 16
-# ASSUMED: nodes of a draft round, and what a round takes on the host; without a model that is all.
+# Assumed: nodes of a draft round, and what a round takes on the host; without a model that is all.
 DRAFT_NODES, ROUND_MS = 16, 0.5
 # What a layer takes beside reading and arithmetic: attention to a text of 2048 tokens, small
 # operations, and the gaps between the kernels of a CUDA graph. Fitted to a stage of a 70B and
 # rounds of a 1B and an 8B on an H200, without torch.compile (docs/gpus.md), which alone would give
-# .23, .16 and .18; ASSUMED of other GPUs.
+# .23, .16 and .18; assumed of other GPUs.
 LAYER_MS = 0.18
 # Of the layouts on fewer GPUs than all, so many that an estimate calls the fastest are simulated.
 FEWER = 5

@@ -9,9 +9,9 @@ from pipespec.errors import ConfigError
 from pipespec.limits import suggest
 
 MAX_GPUS = 64
-# ASSUMED shares of the stated bandwidth and arithmetic that a stage reaches.
+# Assumed shares of the stated bandwidth and arithmetic that a stage reaches.
 BANDWIDTH_SHARE, ARITHMETIC_SHARE = 0.8, 0.6
-# ASSUMED: of a GPU's memory, what weights and KV can have.
+# Assumed: of a GPU's memory, what weights and KV can have.
 MEMORY_SHARE = 0.92
 
 

@@ -106,7 +106,7 @@ class ModelShape:
 
     def read_bytes(self, weights: str, rows: int) -> float:
         """What a batch of one sequence moves for a layer's weights, and for its running state,
-        which is read and written. Rows choose experts independently (ASSUMED)."""
+        which is read and written. Rows choose experts independently (assumed)."""
         read = experts_read(rows, self.experts, self.chosen) if self.experts else 0.0
         kept = 2 * self.state + rows * self.node
         dense, experts = self.weights(weights)

@@ -41,7 +41,7 @@ class Level(SpeculationPolicy):
     children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
     levels: int = setting(
         1,
-        "Tree levels that a step computes, each of policy.width nodes (SpecPipe tried several).",
+        "Tree levels that a step computes, each of policy.width nodes.",
         "levels",
         limits=(1, MAX_LEVELS),
         experimental=True,

@@ -1,0 +1,66 @@
+"""Where the stored figures come from: clean commits of this history, by commands that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pages import figures
+from benchmarks.pages.stored_results import COMMITS, OLDER, RESULTS, command_today
+from benchmarks.papers import page
+
+ROOT = Path(__file__).parents[2]
+STORED = sorted(RESULTS.glob("*.json"))
+NUMBER = re.compile(r"\| [*]{0,2}\d")
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+whole_history = pytest.mark.skipif(
+    git("rev-parse", "--is-shallow-repository") != "false", reason="needs the history"
+)
+
+
+@whole_history
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_result_is_of_a_clean_commit_of_this_history(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    commit = stored["commit"]
+    assert re.fullmatch("[0-9a-f]{7,40}", commit), f"{commit} is no clean commit; run it again"
+    assert git("merge-base", commit, "HEAD").startswith(commit), f"{commit} is not in the history"
+    if stored["date"][: len(OLDER)] >= OLDER:
+        ago = int(git("rev-list", "--count", f"{commit}..HEAD"))
+        assert ago <= COMMITS, f"it is {ago} commits old; run it again, or move OLDER"
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_command_of_a_result_exists(file: Path) -> None:
+    command = command_today(json.loads(file.read_text()))
+    module = re.match(r"python -m (\S+)", command)
+    assert command.startswith("pipespec ") or (module and find_spec(module[1])), command
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/papers.md"])
+def test_tables_of_figures_are_made_from_results(name: str) -> None:
+    """What is no block is prose, or a table without numbers."""
+    left = page.BLOCK.sub("", figures.BLOCK.sub("", (ROOT / name).read_text()))
+    assert not [line for line in left.splitlines() if NUMBER.search(line)]
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_every_result_is_cited(file: Path) -> None:
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+    ]
+    named = re.compile(rf"\b{file.stem}\b")
+    assert any(named.search(each.read_text()) for each in pages)
