@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pages import figures
 from pipespec.cli.main import COMMANDS
 from pipespec.config.hosts import FILE, HOST
 from pipespec.engine.formats.architectures import ARCHITECTURES
 from tests.helpers.documentation import blocks, indented_commands, pages
-from benchmarks.pages import figures
 from tools.docs import glossary, metrics
 
 ROOT = Path(__file__).parents[2]
