@@ -2,8 +2,8 @@
 
     python -m benchmarks.pipeline.deployments --json benchmarks/results/deployments.json
 
-A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B on twelve of 80 GB, their draft on
-one more, over each kind of link, with one request and with many. Times of stages are those that
+A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
+draft on one more, over each kind of link, with one request and with many. Times of stages are those that
 vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft is as
 accurate as one that was recorded. What a group takes is computed: its share of a pass, and the
 all-reduces of its layers, each of which is assumed to take two messages over the slowest link. The
@@ -22,7 +22,7 @@ from benchmarks.papers.machines import emulated, vllm_pipeline
 from pipespec.config.compose import compose_sections
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import TimeCurve
-from pipespec.extras.emulation.synthetic_proposer import RECORDED
+from pipespec.extras.emulation.synthetic_proposer import USUAL
 from pipespec.extras.plan.advice import DecodingMethod, predict
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import simulate
@@ -82,7 +82,7 @@ def deployments() -> Iterator[Deployment]:
     mixture = emulated("deepseek_v3_12", 12)
     for words in ("in one box", "over 10 Gbit/s"):
         link = replace(links[words], row_bytes=2 * 7168)
-        yield Deployment(f"DeepSeek V3, 12 × 80 GB {words}", mixture, link, 61)
+        yield Deployment(f"DeepSeek V3, 12 × 48 GB {words}", mixture, link, 61)
 
 
 def methods(where: Deployment) -> Iterator[tuple[str, Machine, list[SpeculationPolicy]]]:
@@ -100,9 +100,7 @@ def rows(options: Any) -> Iterator[dict[str, Any]]:
     for where in deployments():
         for name, machine, policies in methods(where):
             found = [
-                predict(
-                    DecodingMethod("", policy, AUTO), machine, RECORDED, num_tokens=options.tokens
-                )
+                predict(DecodingMethod("", policy, AUTO), machine, USUAL, num_tokens=options.tokens)
                 for policy in policies
             ]
             best = min(found, key=lambda each: each.tbt_ms)
@@ -112,7 +110,7 @@ def rows(options: Any) -> Iterator[dict[str, Any]]:
                 continue
             for requests in REQUESTS:
                 run = partial(simulate, rounds=AUTO, num_tokens=options.tokens * 4)
-                crowd = run(policy, machine, RECORDED, num_requests=requests, max_rows=MAX_ROWS)
+                crowd = run(policy, machine, USUAL, num_requests=requests, max_rows=MAX_ROWS)
                 yield described(where, name, policy, requests, tbt_ms=requests * crowd.tbt_ms)
 
 
@@ -126,7 +124,7 @@ def described(
 
 def main() -> None:
     parser = experiment.parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=2000, help="of a simulation (2000)")
+    parser.add_argument("--tokens", type=int, default=600, help="of a simulation (600)")
     options = experiment.parse(parser, tokens=200)
     title = "simulated: milliseconds between tokens by deployment and method"
     experiment.publish(options, title, [*rows(options)])
