@@ -3,11 +3,11 @@
     python -m benchmarks.pipeline.deployments --json benchmarks/results/deployments.json
 
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
-draft on one more, over each kind of link, with one request and with many. Times of stages are those that
-vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft is as
-accurate as one that was recorded. What a group takes is computed: its share of a pass, and the
-all-reduces of its layers, each of which is assumed to take two messages over the slowest link. The
-fixed methods have the sizes that are best there.
+draft on one more, over each kind of link, with one request and with many. Times of stages are
+those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft
+is as accurate as one that was recorded. What a group takes is computed: its share of a pass, and
+the all-reduces of its layers, each of which is assumed to take two messages over the slowest link.
+The fixed methods have the sizes that are best there.
 """
 
 from __future__ import annotations
