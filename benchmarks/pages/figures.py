@@ -8,6 +8,7 @@ function of that name, from the files of `benchmarks/results/`.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Mapping
 
@@ -35,6 +36,7 @@ def updated(text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     for page in PAGES:
         page.write_text(updated(page.read_text()))
 

@@ -16,6 +16,7 @@ from pipespec.engine.slice.kv_allocator import KVSlotAllocator
 from pipespec.engine.slice.memory_failures import MemoryFailures
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.synthetic_proposer import (
+    USUAL,
     Accuracy,
     SyntheticConfig,
     SyntheticProposer,
@@ -202,7 +203,11 @@ def test_synthetic_settings_are_checked(tmp_path: Path):
     truth = tmp_path / "truth.jsonl"
     truth.write_text(json.dumps([1, 2, 3]) + "\n" + json.dumps([4, 5]) + "\n")
     spec = SyntheticConfig(str(truth), curve=["8:0.99", "1:0.81"])
-    assert spec.accuracy == Accuracy(PUBLISHED) and spec.synthetic and not spec.needs_draft
+    assert (
+        spec.accuracy == Accuracy(PUBLISHED, USUAL.spread)
+        and spec.synthetic
+        and not spec.needs_draft
+    )
     assert read_truth(str(truth)) == [[1, 2, 3], [4, 5]]
     with pytest.raises(ConfigError, match="is not a point of an accuracy curve"):
         SyntheticConfig(str(truth), curve=["0.81"])
