@@ -31,10 +31,19 @@ from rich.table import Table
 from pipespec.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-# When this run began, whatever is committed meanwhile.
-COMMIT = subprocess.run(
-    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-).stdout.strip()
+
+
+def _commit() -> str:
+    """The commit of this code, which is dirty if anything but stored results was changed."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    changed = git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode
+    return git("rev-parse", "--short", "HEAD").stdout.strip() + "-dirty" * bool(changed)
+
+
+COMMIT = _commit()  # when this run began, whatever is committed meanwhile
 
 
 # --- options ------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def figures_5_and_6() -> Experiment:
             conditions = f"over {over}, {base.tbt.value:.1f} ms"
             quantity = f"speed-up, `{name}`, 14 stages, {what}"
             ours = of[name][14].over(base)
-            return compared("Fig. 5", quantity, printed, ours, conditions, unit="×")
+            return compared("Fig. 5", quantity, printed, ours, conditions, UNLIKE, unit="×")
 
         hits = {n: run.hit_rate for n, run in level.items()}
         shallow, deep = level[14].over(level[7]), level[21].over(level[14])

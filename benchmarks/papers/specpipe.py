@@ -104,11 +104,11 @@ def figure_11() -> Experiment:
 
         def time(name: str, label: str, printed: float) -> Row:
             tbt = runs[code[name]].tbt
-            return compared("Fig. 11", label, printed, tbt, CODE, lower_is_better=True)
+            return compared("Fig. 11", label, printed, tbt, CODE, UNLIKE, lower_is_better=True)
 
         def gain(name: str, label: str, over: Run, printed: tuple[float, float], to: str) -> Row:
             ours = of[name].over(over)
-            return compared("Fig. 11", f"speed-up, {label}", printed, ours, to, unit="×")
+            return compared("Fig. 11", f"speed-up, {label}", printed, ours, to, UNLIKE, unit="×")
 
         two = of["two"].over(of["specpipe"])
         return [
@@ -155,7 +155,7 @@ def figure_13() -> Experiment:
         over = f"over PP on two servers, {pp.tbt.value:.1f} ms (no time printed)"
         gain = runs[cells["specpipe"]].over(pp)
         label = "speed-up, `level` cut before"
-        return [compared("Fig. 13", label, (3.89, 5.23), gain, over, unit="×")]
+        return [compared("Fig. 13", label, (3.89, 5.23), gain, over, UNLIKE, unit="×")]
 
     return Experiment("specpipe_13", PAPER, ("Fig. 13",), cells, rows)
 
