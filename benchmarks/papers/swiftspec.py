@@ -20,6 +20,7 @@ from benchmarks.papers.machines import one_stage
 from benchmarks.papers.tables import (
     FITTED,
     PLOT_ONLY,
+    UNLIKE,
     Experiment,
     Row,
     claimed,
