@@ -4,22 +4,15 @@ proposer.
     python -m benchmarks.pipeline.methods --json benchmarks/results/methods.json
     python -m benchmarks.pipeline.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
     python -m benchmarks.pipeline.methods --proposers demo,suffix,hybrid --policy best_first
-    python -m benchmarks.pipeline.methods --quick --check benchmarks/results/methods_quick.json
 
 Every figure comes from whole runs of the product on the demo pair with the shipped prompts of all
 four kinds; the answers are compared with those of `root`, token for token. A step's number of draft
 rounds is fixed and the cost of a row is stated, so no figure depends on the speed of the machine.
-Therefore a change that should leave decoding as it is can be checked: `--check FILE` compares every
-count with that of a stored run of the same prompts, and ends with exit code 1 if any differs. A few
-counts differ between kinds of processors, by rounding of the draft: compare with a run on the same.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,8 +28,6 @@ from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 
 # Methods whose size this table does not vary.
-LABELS = ("policy", "source", "width", "children", "rounds")
-COUNTS = ("tokens_per_step", "hit_rate", "rows_per_step", "rounds_per_step")
 FIXED = ("root", "static_tree")
 # SpecPipe's cut of a level; `level` by itself is PipeDec's (docs/policies.md).
 CUT_BEFORE = "level, cut before"
@@ -124,31 +115,6 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
             )
 
 
-def differences(
-    stored: Mapping[str, Any], title: str, rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """How the counts of `rows` differ from those of a stored run, a sentence for each.
-
-    Rows that the stored run has besides these are ignored.
-    """
-    if stored["title"] != title:
-        return [f"The stored run is of {stored['title']!r}, this one of {title!r}."]
-    known = {tuple(row[name] for name in LABELS): row for row in stored["rows"]}
-    found = []
-    for row in rows:
-        label = tuple(row[name] for name in LABELS)
-        name = ", ".join(map(str, label))
-        if label not in known:
-            found.append(f"{name}: not in the stored run.")
-            continue
-        found += [
-            f"{name}: {count} is {row[count]!r}, stored {known[label][count]!r}."
-            for count in COUNTS
-            if not math.isclose(row[count], known[label][count], rel_tol=1e-9)
-        ]
-    return found
-
-
 def main() -> None:
     parser = experiment.parser(__doc__, plot=True)
     parser.add_argument("--stages", type=int, default=8)
@@ -162,7 +128,6 @@ def main() -> None:
     parser.add_argument(
         "--proposers", type=names, default=["demo"], help=f"of {', '.join(PROPOSERS)} (demo)"
     )
-    parser.add_argument("--check", type=Path, help="compare the counts with this stored result")
     options = experiment.parse(parser, prompts=4, tokens=16, widths=[16, 64], children=[8])
     if unknown := set(options.proposers) - PROPOSERS.keys():
         parser.error(
@@ -200,9 +165,6 @@ def main() -> None:
         f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens, "
         "equal text in all rows"
     )
-    differing = []
-    if options.check:
-        differing = differences(json.loads(options.check.read_text()), title, rows)
     experiment.publish(
         options,
         title,
@@ -211,10 +173,6 @@ def main() -> None:
         overrides=[experiment.overrides(given) for given in overrides],
         settings=[experiment.settings(compose(given)) for given in overrides],
     )
-    if differing:
-        sys.exit("\n".join(differing))
-    if options.check:
-        print(f"All counts of {len(rows)} rows are those of {options.check}.")
 
 
 if __name__ == "__main__":
