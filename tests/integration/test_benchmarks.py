@@ -23,7 +23,6 @@ from benchmarks.load import throughput
 from benchmarks.pipeline import methods
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.extras.bench.figures import BenchResult, RequestResult
 from tests.helpers.trees import check_tree
 from tools.inflate import Shape, read_config
 
@@ -173,38 +172,19 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
 
 
 @pytest.mark.long
-def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests(tmp_path):
+def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests():
     options = argparse.Namespace(
         rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, machine="fixed", scale=1.0,
         stage_ms=None, draft_ms=None, link="none", curve="1:0.7,8:0.95",
-        spread=0.5, emulate=False,
+        spread=0.5,
     )  # fmt: skip
-    plain = throughput.row("root", 3, options, tmp_path, {})
+    plain = throughput.row("root", 3, options, {})
     assert plain["speed_up"] == 1
     assert plain["tokens_per_step"] == pytest.approx(3 / 4, abs=0.01)
     for method in throughput.METHODS:
-        found = throughput.row(method, 3, options, tmp_path, plain)
+        found = throughput.row(method, 3, options, plain)
         assert found["speed_up"] == found["tokens_per_s"] / plain["tokens_per_s"]
         assert found["speed_up"] > 1.2 or method == "root"
-
-
-def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_last_token():
-    """Three requests, whose tokens come every 10, 20 and 10 ms."""
-    results = [
-        RequestResult(str(i), "b", [1], [], "", "length", 0.0, times, {}, started_ms=start)
-        for i, (start, times) in enumerate(
-            [
-                (0.0, [10.0 * k for k in range(1, 11)]),
-                (5.0, [25.0, 45.0, 65.0, 85.0, 105.0]),
-                (0.0, [20.0 + 10 * k for k in range(7)]),
-            ]
-        )
-    ]
-    window = throughput.Window.of(BenchResult(results, 1.0, 3, {}))
-    assert (window.tokens, window.ms) == (5 + 2 + 5, 50.0)
-    assert window.worst_ms == 20.0
-    both = throughput.merged([window, window])
-    assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
 
 
 # --- all of them --------------------------------------------------------------------------------
