@@ -31,7 +31,7 @@ METHODS = {
     "level": ["policy.width={width}", "policy.children={children}"],
     "level shared": ["policy.width={rows}", "policy.children={children}", "policy.shared=true"],
     "level, two a step": [
-        "policy.width=32",
+        "policy.width={half}",
         "policy.children={children}",
         "policy.levels=2",
         "policy.shared=true",
@@ -45,7 +45,7 @@ PLAIN_LEAST = 64
 
 def overrides(method: str, options: argparse.Namespace) -> list[str]:
     """The settings of a method and of the batches."""
-    given = [text.format(**vars(options)) for text in METHODS[method]]
+    given = [text.format(**vars(options), half=options.rows // 2) for text in METHODS[method]]
     return [
         f"policy={method.split()[0].strip(',')}",
         *given,
