@@ -1,24 +1,19 @@
-"""Tokens per step of the demo pair under other conditions: counts, which depend on no machine.
+"""The demo pair under other rules: sampling with shared noise, and lossy acceptance.
 
     python -m benchmarks.drafts.counts noise --json benchmarks/results/foresight.json
-    python -m benchmarks.drafts.counts schemas --prompts 4 --tokens 100
-    python -m benchmarks.drafts.counts bits --prompts 15 --tokens 48
     python -m benchmarks.drafts.counts acceptance --prompts 6 --tokens 48
 
-`noise`: sampling parameters, with a draft that knows the target's sampling noise and without
-(docs/sampling.md); `top_k` is how often the sampled token is among the draft's k best. `schemas`:
-answers held to JSON schemas, whose forced tokens are drafted with certainty. `bits`: the draft in
-fewer bits, the target in bfloat16. `acceptance`: the lossy rules of SpecPipe's section 3.4;
-*agreement* is the share of tokens that are the target's own first choice, *loss* by how much less
-probable than that choice they are, in nats per token."""
+`noise`: how often a drawn token is among the draft's k best, ranked by its own probabilities
+(`plain_top_k`) and with the noise that the target draws with (`top_k`; docs/sampling.md).
+`acceptance`: the lossy rules of SpecPipe's section 3.4; *agreement* is the share of tokens that are
+the target's own first choice, *loss* by how much less probable than that choice they are, in nats
+per token."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,15 +25,8 @@ from benchmarks.common import experiment, run_options
 from benchmarks.common.demo_pair import GREEDY, Measured, Pair
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import EXACT, RELAXED, STRICT, SamplingParams
-from pipespec.engine.llguidance_backend import grammar_from_json_schema
-from tools import inflate
-from tools.rig.packing import KINDS, pack
-from tools.rig.schemas import SCHEMAS
 
 SHOWN = (1, 2, 4, 8, 16)  # whose hit rates are shown
-EOS = 0  # of the demo pair
-# Hidden and intermediate size of a draft whose matrices fit every format.
-FITTING = (192, 576)
 NUCLEUS = SamplingParams(0.6, top_p=0.9, seed=1)
 SAMPLINGS = {
     "temperature 1": SamplingParams(1.0, seed=1),
@@ -53,78 +41,31 @@ Figures = Callable[[Pair, Sequence[Sequence[int]], Measured], Mapping[str, float
 
 @dataclass(frozen=True)
 class Cell:
-    """What is decoded for one row.
-
-    Attributes:
-        label: its first columns.
-        equal_to: a name that cells share whose answers must be equal; empty: none.
-    """
+    """What is decoded for one row; `label` has its first columns."""
 
     label: Mapping[str, str]
-    policy: str = "best_first"
-    settings: Sequence[str] = ()
-    sampling: SamplingParams = GREEDY
-    pair: Pair = field(default_factory=Pair)
-    eos: tuple[int, ...] = ()
-    equal_to: str = ""
-    figures: Figures = lambda pair, prompts, decoded: {}
+    policy: str
+    sampling: SamplingParams
+    figures: Figures
 
 
-def noise(_: Path) -> Iterator[Cell]:
+def noise() -> Iterator[Cell]:
     for name, sampling in SAMPLINGS.items():
-
-        def hits(
-            pair: Pair,
-            prompts: Sequence[Sequence[int]],
-            decoded: Measured,
-            sampling: SamplingParams = sampling,
-        ) -> Mapping[str, float]:
-            ranks = pair.draft_ranks(prompts, decoded.answers, sampling)["foresight"]
-            return {f"top_{k}": float((ranks < k).mean()) for k in SHOWN}
-
-        for policy in ("level", "best_first"):
-            yield Cell(
-                {"sampling": name},
-                policy,
-                sampling=sampling,
-                equal_to=name,
-                figures=hits,
-            )
+        yield Cell({"sampling": name}, "root", sampling, partial(hits, sampling))
 
 
-def schemas(_: Path) -> Iterator[Cell]:
-    for name, schema in ({"free text": None} | SCHEMAS).items():
-        grammar = grammar_from_json_schema(schema) if schema else ""
-        for policy in ("root", "level", "best_first"):
-            yield Cell(
-                {"schema": name},
-                policy,
-                sampling=SamplingParams(grammar=grammar),
-                eos=(EOS,) if grammar else (),
-                equal_to=name,
-            )
+def hits(
+    sampling: SamplingParams, pair: Pair, prompts: Sequence[Sequence[int]], decoded: Measured
+) -> Mapping[str, float]:
+    ranks = pair.draft_ranks(prompts, decoded.answers, sampling)
+    return {
+        f"{label}top_{k}": float((ranks[name] < k).mean())
+        for label, name in (("plain_", "plain"), ("", "foresight"))
+        for k in SHOWN
+    }
 
 
-def bits(folder: Path) -> Iterator[Cell]:
-    """AWQ is rounded to the nearest code, in groups of 32."""
-    draft = Pair().draft
-    shape = inflate.Shape.of(inflate.read_config(draft))
-    hidden, intermediate = FITTING
-    size = shape.grow(hidden, shape.layers, intermediate)
-    inflate.write(draft, folder / "plain", size, torch.bfloat16)
-    pack(folder / "plain", folder / "packed", folder / "dense", KINDS["awq"])
-    for name, packed, settings in (
-        ("bfloat16", False, []),
-        ("int8", False, ["model.draft_quantization=int8"]),
-        ("nf4", False, ["model.draft_quantization=nf4"]),
-        ("AWQ, 4 bits kept", True, []),
-        ("AWQ, plain weights", True, ["model.keep_quantized=no"]),
-    ):
-        pair = Pair(draft=folder / ("packed" if packed else "plain"))
-        yield Cell({"draft": name}, settings=["model.dtype=bfloat16", *settings], pair=pair)
-
-
-def acceptance(_: Path) -> Iterator[Cell]:
+def acceptance() -> Iterator[Cell]:
     # Relaxed takes the most probable candidate, whatever the temperature.
     rules = {
         "greedy": (GREEDY, (EXACT, RELAXED)),
@@ -135,7 +76,7 @@ def acceptance(_: Path) -> Iterator[Cell]:
             for rule in allowed:
                 label = {"sampling": name, "acceptance": rule}
                 how = replace(sampling, acceptance=rule)
-                yield Cell(label, policy, sampling=how, figures=loss)
+                yield Cell(label, policy, how, loss)
 
 
 def loss(pair: Pair, prompts: Sequence[Sequence[int]], decoded: Measured) -> Mapping[str, float]:
@@ -151,7 +92,7 @@ def loss(pair: Pair, prompts: Sequence[Sequence[int]], decoded: Measured) -> Map
     return {"agreement": float(np.mean(lost == 0)), "loss": float(np.mean(lost))}
 
 
-EXPERIMENTS = {cells.__name__: cells for cells in (noise, schemas, bits, acceptance)}
+EXPERIMENTS = {cells.__name__: cells for cells in (noise, acceptance)}
 
 
 def main() -> None:
@@ -165,25 +106,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (48)")
     options = experiment.parse(parser, prompts=1, tokens=24)
 
-    prompts = Pair().prompts(options.prompts, options.prompt_tokens)
+    pair = Pair()
+    prompts = pair.prompts(options.prompts, options.prompt_tokens)
     shared = [f"cluster.stages={options.stages}", f"proposer.rounds={options.rounds}"]
     rows: list[dict[str, Any]] = []
-    expected: dict[str, list[list[int]]] = {}
-    with tempfile.TemporaryDirectory() as name, EmbeddedRedis() as server:
-        for cell in track([*EXPERIMENTS[options.experiment](Path(name))], "decoding"):
-            policy = run_options.counted_method(cell.policy, options)
-            decoded = cell.pair.decode(
-                server,
-                prompts,
-                options.tokens,
-                *(*shared, *policy, *cell.settings),
-                sampling=cell.sampling,
-                eos=cell.eos,
-            )
-            if cell.equal_to and decoded.answers != expected.setdefault(
-                cell.equal_to, decoded.answers
-            ):
-                sys.exit(f"{cell.policy} changed the text of {dict(cell.label)}.")
+    with EmbeddedRedis() as server:
+        for cell in track([*EXPERIMENTS[options.experiment]()], "decoding"):
+            settings = shared + run_options.counted_method(cell.policy, options)
+            if cell.policy == "root":
+                settings = [shared[0], "policy=root", "proposer=suffix"]
+            how = {"sampling": cell.sampling}
+            decoded = pair.decode(server, prompts, options.tokens, *settings, **how)
             rows.append(
                 {
                     **cell.label,
@@ -191,7 +124,7 @@ def main() -> None:
                     "tokens": sum(map(len, decoded.answers)) / len(prompts),
                     "tokens_per_step": decoded.tokens_per_step,
                     "hit_rate": decoded.mean("hit_rate"),
-                    **cell.figures(cell.pair, prompts, decoded),
+                    **cell.figures(pair, prompts, decoded),
                 }
             )
     title = (

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common.run_options import DATA
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.ranks import rank_components
 from pipespec.core import NODE, SEQUENCE, Batch, Request, SamplingParams, Verdict
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposer import Proposer
 from pipespec.head.scheduler import Scheduler
@@ -24,14 +27,22 @@ REPETITIVE_PROMPTS = DATA / "repetitive" / "repetitive.jsonl"
 PREFILL = 1 << 16
 
 
+def proposer_of(deployment: Deployment) -> Proposer:
+    """The proposer of a deployment's head, with its draft loaded."""
+    model = rank_components.load_model(deployment, 0)
+    runner = None if model is None else SliceRunner(model, model.num_slots)
+    return rank_components.make_proposer(deployment, runner, None)
+
+
 @dataclass
 class Replayed:
-    """Counts from the first decided token to the last, over all texts; `by_text` has the tokens and
-    steps of each."""
+    """Counts from the first decided token to the last, over all texts; `hits` are tokens that had
+    been scheduled before they were decided, `by_text` has the tokens and steps of each."""
 
     steps: int = 0
     tokens: int = 0
     rows: int = 0
+    hits: int = 0
     by_text: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -75,7 +86,7 @@ class Replay:
             scheduler.begin_step()
             while work := scheduler.next_expansion(0.0):
                 self._draft(scheduler, work)
-            verdict = self._verdict(scheduler, sequence, text)
+            verdict = self._verdict(scheduler, sequence, text, prompt_len)
             if verdict is not None:
                 for _ in verdict.tokens:
                     scheduler.apply(
@@ -113,7 +124,7 @@ class Replay:
             self._steps[node] = batch.step
 
     def _verdict(
-        self, scheduler: Scheduler, sequence: TreeSequence, text: Sequence[int]
+        self, scheduler: Scheduler, sequence: TreeSequence, text: Sequence[int], prompt_len: int
     ) -> Verdict | None:
         """The tokens that the last stage decides: as long as their nodes are in its batch."""
         if sequence.prompt_left:
@@ -128,4 +139,6 @@ class Replay:
                 break
             tokens.append(text[base + len(tokens)])
             node = tree.child(node, tokens[-1])
+            if base + len(tokens) > prompt_len + 1:  # the first token is not counted
+                self.result.hits += node is not None and int(tree.id[node]) in self._steps
         return Verdict(sequence.number, base, tuple(tokens)) if tokens else None

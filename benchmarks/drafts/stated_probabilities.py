@@ -21,13 +21,11 @@ import torch
 
 from benchmarks.common import experiment, run_options
 from benchmarks.common.demo_pair import Pair, shipped
-from benchmarks.drafts.replay import REPETITIVE_PROMPTS, Replay
-from pipespec.cluster.ranks import rank_components
+from benchmarks.drafts.replay import REPETITIVE_PROMPTS, Replay, proposer_of
 from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
 from tools.rig import cluster
@@ -112,9 +110,7 @@ def replay_all(pair: Pair, proposer: str, replayed: Sequence[Text], stages: int)
     """One proposer through all texts."""
     chosen = [f"proposer={proposer}", f"cluster.stages={stages}"]
     deployment = cluster.make_deployment(pair.target, pair.draft, *chosen)
-    model = rank_components.load_model(deployment, 0)
-    runner = None if model is None else SliceRunner(model, model.num_slots)
-    made = rank_components.make_proposer(deployment, runner, None)
+    made = proposer_of(deployment)
     assert isinstance(made, CalibratedProposer)
     made.calibration = observed = RecordedCalibration()
     policy = BestFirst(16, 8, row_cost=0.0001)

@@ -166,21 +166,12 @@ def faults(name: str) -> str:
 def counted() -> list[tuple[str, str, str, str]]:
     """Figures that no machine changes: what, how much, beside what, of which result."""
     optimum = [each["default"] for each in result("optimum")["rows"]]
-    noise = result("foresight")["rows"]
-    alone, shared = (
-        row({"rows": noise}, sampling="temperature 1", ranked=how) for how in ("plain", "foresight")
-    )
-    schemas = row(result("forms"), schema="together"), row(result("forms"), schema="free text")
+    drawn = row(result("foresight"), sampling="temperature 1")
     stated = max(
         each["worst"]
         for each in result("calibration")["rows"]
         if each["source"] != "suffix" and each["texts"] != "repetitive"
     )
-    small, cascade = (
-        row(result("cascade_demo"), method=method) for method in ("small draft alone", "cascade")
-    )
-    bits = {each["draft"]: each["tokens_per_step"] for each in result("quantized_draft")["rows"]}
-    fewest = min(bits, key=bits.__getitem__)
     return [
         (
             "speed of the default as a share of the exact optimum, pipelines of 1 to 4 stages",
@@ -196,27 +187,9 @@ def counted() -> list[tuple[str, str, str, str]]:
         ),
         (
             "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
-            f"{shared['top_1']:.2f}",
-            f"{alone['top_1']:.2f} without it",
+            f"{drawn['top_1']:.2f}",
+            f"{drawn['plain_top_1']:.2f} without it",
             "foresight",
-        ),
-        (
-            "tokens per step under twenty JSON schemas, `best_first`",
-            f"{schemas[0]['best_first']:.2f}",
-            f"free text {schemas[1]['best_first']:.2f}, `root` {schemas[1]['root']}",
-            "forms",
-        ),
-        (
-            "tokens per step with a mid-size model beside the draft, emulated",
-            f"{cascade['tokens_per_step']:.2f}",
-            f"the draft alone {small['tokens_per_step']:.2f}",
-            "cascade_demo",
-        ),
-        (
-            "tokens per step with a draft in fewer bits, the least of int8, nf4 and AWQ",
-            f"{min(v for k, v in bits.items() if k != 'bfloat16'):.2f}",
-            f"bfloat16 {bits['bfloat16']:.2f}" + (", by chance" if fewest == "bfloat16" else ""),
-            "quantized_draft",
         ),
     ]
 

@@ -30,16 +30,8 @@ MODULES = {
     "tbt": "pipeline.tbt",
 }
 CHANGED = {
-    "drafts.cascade_tbt --proposer cascade": (
-        "pipeline.tbt --proposer cascade --methods root,alone,cascade --tokens 64"
-    ),
     "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
-    "drafts.shared_noise_gain": "drafts.counts noise",
-    "drafts.json_schemas": "drafts.counts schemas",
     "drafts.lossy_acceptance": "drafts.counts acceptance",
-    "drafts.quantized_draft": "drafts.counts bits",
-    "--source ": "--proposer ",
-    "--sources ": "--proposers ",
 }
 
 

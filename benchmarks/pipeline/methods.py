@@ -5,9 +5,10 @@ proposer.
     python -m benchmarks.pipeline.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
     python -m benchmarks.pipeline.methods --proposers demo,suffix,hybrid --policy best_first
 
-Every figure comes from whole runs of the product on the demo pair with the shipped prompts of all
-four kinds; the answers are compared with those of `root`, token for token. A step's number of draft
-rounds is fixed and the cost of a row is stated, so no figure depends on the speed of the machine.
+What the demo target says after the shipped prompts of all four kinds is replayed through the head's
+own scheduler, with the real draft (`drafts.replay`): a batch and a verdict a step, as many batches
+in flight as stages. A step's number of draft rounds is fixed and the cost of a row is stated, so no
+figure depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import track
 
 from benchmarks.common import experiment, plot
 from benchmarks.common.demo_pair import Pair
 from benchmarks.common.experiment import names, numbers
 from benchmarks.common.run_options import PROPOSERS, STATED_COST
+from benchmarks.drafts.replay import Replay, proposer_of
 from pipespec.config.compose import compose
-from pipespec.controller.embedded_redis import EmbeddedRedis
+from tools.rig import cluster
 
 # Methods whose size this table does not vary.
 FIXED = ("root", "static_tree")
@@ -133,46 +136,39 @@ def main() -> None:
         parser.error(
             f"--proposers names {', '.join(sorted(unknown))}; choose of {', '.join(PROPOSERS)}."
         )
+    torch.set_num_threads(1)
     pair = Pair()
     prompts = pair.prompts(options.prompts, options.prompt_tokens)
-    rows = []
-    expected: list[list[int]] | None = None
+    answers = cluster.reference(pair.target, prompts, options.tokens)
     chosen = [
         method
         for method in methods(options.widths, options.children, options.rounds, options.proposers)
         if method.policy == "root" or options.policy in (None, method.policy)
     ]
-    overrides = [[f"cluster.stages={options.stages}", *method.overrides] for method in chosen]
-    with EmbeddedRedis() as server:
-        for method, given in track([*zip(chosen, overrides, strict=True)], "decoding"):
-            decoded = pair.decode(server, prompts, options.tokens, *given)
-            expected = expected or decoded.answers
-            assert decoded.answers == expected, f"{method} changed the text"
-            rows.append(
-                {
-                    "policy": method.policy,
-                    "source": method.proposer,
-                    "width": method.width,
-                    "children": method.children,
-                    "rounds": method.rounds,
-                    "tokens_per_step": decoded.tokens_per_step,
-                    "hit_rate": decoded.mean("hit_rate"),
-                    "rows_per_step": decoded.mean("rows_per_step"),
-                    "rounds_per_step": decoded.mean("draft_rounds_per_step"),
-                }
-            )
-    title = (
-        f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens, "
-        "equal text in all rows"
-    )
-    experiment.publish(
-        options,
-        title,
-        rows,
-        draw=partial(draw, title, rows),
-        overrides=[experiment.overrides(given) for given in overrides],
-        settings=[experiment.settings(compose(given)) for given in overrides],
-    )
+    rows = []
+    for method in track(chosen, "replaying"):
+        deployment = cluster.make_deployment(pair.target, pair.draft, *method.overrides)
+        made, policy = proposer_of(deployment), deployment.config.policy
+        replay = Replay(policy, made, stages=options.stages, rounds=method.rounds)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            replay.decode(prompt, answer)
+        found = replay.result
+        rows.append(
+            {
+                "policy": method.policy,
+                "source": method.proposer,
+                "width": method.width,
+                "children": method.children,
+                "rounds": method.rounds,
+                "tokens_per_step": found.tokens_per_step,
+                "hit_rate": found.hits / found.tokens,
+                "rows_per_step": found.rows / found.steps,
+            }
+        )
+    title = f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens"
+    settings = [experiment.settings(compose(method.overrides)) for method in chosen]
+    drawn = partial(draw, title, rows)
+    experiment.publish(options, title, rows, draw=drawn, settings=settings)
 
 
 if __name__ == "__main__":

@@ -213,11 +213,11 @@ QUICK = {
     "budgets.rank_memory": ("uss_beyond", 0),
     "drafts.accuracy_curves": ("top_1", 0.5),
     "drafts.counts acceptance": SPECULATES,
-    "drafts.counts bits": SPECULATES,
-    "drafts.counts noise": SPECULATES,
-    "drafts.counts schemas": SPECULATES,
+    "drafts.counts noise": ("top_1", 0.25),
     "drafts.stated_probabilities": SPECULATES,
     "load.throughput": ("speed_up", 2),
+    "pipeline.deployments": ("tokens_per_s", 100),
+    "pipeline.methods": SPECULATES,
     "pipeline.tbt": SPECULATES,
 }
 
