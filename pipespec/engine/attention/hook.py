@@ -93,7 +93,7 @@ def attach(
 ) -> list[AttentionState]:
     """Give each attention module of a decoder layer its state; layers of some kinds have none."""
     states = []
-    for attention in attention_modules(layer):
+    for attention in filter(is_attention, layer.modules()):
         state = AttentionState(backend, num_slots, chunk=chunk, kv_dtype=kv_dtype)
         state.temperature = take_temperature(layer, attention)
         attention.kv = state  # type: ignore[assignment]
@@ -130,10 +130,6 @@ def _attend(
     pool = state.layer.pool
     out = torch.ops.pipespec.attend(query, key, value, pool.keys, pool.values, state.number)
     return out.unsqueeze(0), None
-
-
-def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    return [each for each in layer.modules() if is_attention(each)]
 
 
 def is_attention(module: nn.Module) -> bool:
