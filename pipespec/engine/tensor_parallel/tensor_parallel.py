@@ -7,6 +7,7 @@ The collectives are ours, as a sum must not depend on the batch (`sum_parts`) an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -51,10 +52,7 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     The all-reduce of a library divides the batch into pieces that are added in different orders;
     with three members or more, the position of a row would matter.
     """
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result
+    return reduce(torch.add, parts)
 
 
 def gather_columns(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> Tensor:
