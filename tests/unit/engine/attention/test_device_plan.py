@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Segment, plan_of
 from pipespec.engine.attention.device_plan import (
     MOST_SPLITS,
     DevicePlan,
     PlanCapacity,
     TorchBackend,
 )
-from tests.helpers.plans import OPTIONS, explicit, given_rows, joined, plans
+from tests.helpers.plans import OPTIONS, explicit, given_rows, plans
 
 NUM_SLOTS = 700
 
@@ -53,7 +53,7 @@ def test_a_tile_has_programs_by_its_share_of_the_keys() -> None:
             )
             for i in range(len(rows))
         ]
-        plan = joined(parts, np.zeros(sum(rows), np.int64))
+        plan = plan_of(parts, np.zeros(sum(rows), np.int64))
         flat = DevicePlan(PlanCapacity.of(plan), len(slots), "cpu", (8,))
         flat.fill(plan)
         return flat.tilings[8].splits[np.cumsum(rows) - 1].tolist()
@@ -91,7 +91,7 @@ def test_a_last_request_without_tree_keys_reads_none() -> None:
     alone = Segment(
         slice(8, 9), np.array([3]), slots[8:12], slots[:0], slots[:0], np.zeros((1, 0), bool)
     )
-    plan = joined([tree, alone], slots[[*range(8), 11]])
+    plan = plan_of([tree, alone], slots[[*range(8), 11]])
     options = LayerOptions(0.3, window=2)
     query, key, value, pool = given_rows(9, NUM_SLOTS)
     backend = TorchBackend("cpu", NUM_SLOTS)
