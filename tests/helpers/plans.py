@@ -86,13 +86,21 @@ def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
 
 
 def given_rows(
-    rows: int, num_slots: int, seed: int = 1, kv_heads: int = 2
+    rows: int,
+    num_slots: int,
+    seed: int = 1,
+    kv_heads: int = 2,
+    heads: int = HEADS,
+    dims: tuple[int, int] = (DIM, VALUE_DIM),
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, LayerPool]:
     """Query, key, value and a pool, random."""
     rng = torch.Generator().manual_seed(seed)
-    shapes = [(rows, HEADS, DIM), (rows, kv_heads, DIM), (rows, kv_heads, VALUE_DIM)]
-    pools = [(num_slots + 1, kv_heads, dim) for dim in (DIM, VALUE_DIM)]
-    query, key, value, keys, values = (torch.randn(*s, generator=rng) for s in shapes + pools)
+    shapes = [(rows, heads, dims[0]), *((rows, kv_heads, dim) for dim in dims)]
+    pools = [(num_slots + 1, kv_heads, dim) for dim in dims]
+    query, key, value, keys, values = (
+        torch.randn(*shape, generator=rng).to(dtype) for shape in (*shapes, *pools)
+    )
     return query, key, value, LayerPool(keys, values)
 
 
