@@ -87,7 +87,10 @@ class Conforming:
 
     @cached_property
     def reference(self) -> PreTrainedModel:
-        return _reference(self.path)
+        # SDPA of Transformers ignores Gemma 2's cap on the scores, eager does not.
+        model = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager")
+        model.generation_config.pad_token_id = 0
+        return model
 
     @cached_property
     def static(self) -> list[ModelSlice]:
@@ -564,13 +567,6 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):
     )
     with pytest.raises(ModelError, match=r"missing tensors, for example model\.layers\.2"):
         ModelSlice.load(path, range(1, 3), num_slots=4)
-
-
-def _reference(path: Path) -> PreTrainedModel:
-    # SDPA of Transformers ignores Gemma 2's cap on the scores, eager does not.
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:

@@ -239,6 +239,7 @@ def plan_of(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
     for page, prefix in zip(pages, prefixes, strict=True):
         page[: len(prefix)] = prefix
     names = ("num_prompt", "num_committed", "keeps_state", "state_number")
+    none: dict[str, Any] = {name: np.zeros(len(segments), np.int64) for name in names}
     return AttentionPlan(
         write=write,
         positions=np.concatenate([segment.positions for segment in segments]),
@@ -250,7 +251,7 @@ def plan_of(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
         tree_positions=np.concatenate([segment.tree_positions for segment in segments]),
         tree_start=np.cumsum([0, *(len(segment.tree) for segment in segments)]),
         mask=np.concatenate([segment.mask.ravel() for segment in segments]),
-        **{name: np.zeros(len(segments), np.int64) for name in names},
+        **none,
     )
 
 

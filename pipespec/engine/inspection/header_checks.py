@@ -62,7 +62,8 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
     rest = {name: value for name, value in raw.items() if name != "quantization_config"}
     for name, value in _values("", rest, _DEEPEST):
         last, in_rope = name.rpartition(".")[2], name.startswith(_ROPE)
-        most = _rope_most(last) if in_rope else None
+        ends = _ROPE_MOST.items() if in_rope else ()
+        most = next((most for end, most in ends if last.endswith(end)), None)
         wanted = None
         if type(value) not in (int, float):
             is_list = isinstance(value, list) and not any(isinstance(e, list) for e in value)
@@ -88,10 +89,6 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"
         yield f"num_attention_heads is {shown(heads)}, but must be {multiple}"
-
-
-def _rope_most(name: str) -> int | None:
-    return next((most for end, most in _ROPE_MOST.items() if name.endswith(end)), None)
 
 
 def _values(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:

@@ -132,8 +132,9 @@ def _replace_stacks(
     parts: Mapping[str, Part],
 ) -> None:
     transposed = getattr(module, "is_transposed", False)
-    for stack, of_parts in STACKS.items():
-        of_parts = ((stack,),) if transposed else of_parts  # the files have that stack too
+    for stack, plain_parts in STACKS.items():
+        # The files have a transposed stack too.
+        of_parts: Sequence[Sequence[str]] = ((stack,),) if transposed else plain_parts
         if not any((0, name) in held for names in of_parts for name in names):
             continue
         plain = getattr(module, stack, None)

@@ -18,16 +18,10 @@ from pipespec.engine.tensor_parallel.tp_cuts import Cut
 
 
 class TPGroup(Protocol):
-    """The members that compute a slice together; this one is number `rank` of `size`.
-
-    `supports_graphs`: a CUDA graph can contain `gather`.
-    """
+    """The members that compute a slice together; this one is number `rank` of `size`."""
 
     rank: int
     size: int
-
-    @property
-    def supports_graphs(self) -> bool: ...
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Every member's tensor, by rank; all have the same shape. Raises `RankFailed`."""
@@ -35,7 +29,11 @@ class TPGroup(Protocol):
 
 
 class TPBroadcastGroup(TPGroup, Protocol):
-    """A group whose member 0 can broadcast messages to the others."""
+    """A group whose member 0 can broadcast messages to the others. `supports_graphs`: a CUDA graph
+    can contain `gather`."""
+
+    @property
+    def supports_graphs(self) -> bool: ...
 
     def broadcast(self, message: Tensor) -> None:
         """Send bytes, uint8 `[length]`, from member 0. Raises `RankFailed`."""
