@@ -90,17 +90,22 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }
 
-# model_type -> what its config sets beyond `_COMMON`
+# What configs set beyond `_COMMON`, of types that are alike, and by type.
+_ALIKE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("apertus arcee bitnet ernie4_5 gpt_neox jais2 nemotron olmo olmo2 persimmon phi", {}),
+    ("helium hunyuan_v1_dense internlm3 iquestcoder", {"head_dim": 12}),
+    ("gemma glm glm4 qwen3 seed_oss", {"head_dim": 16}),
+    ("exaone4 olmo3", _SLIDING),
+    ("olmoe phimoe", _EXPERTS),
+)
 CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: config for names, config in _ALIKE for name in names.split()},
     "afmoe": {**_MIXTURE, **_SLIDING, "head_dim": 12, "mup_enabled": True},
-    "apertus": {},
-    "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": {**_LATENT, **_ROUTED, "mlp_layer_types": _MIXED},
     "axk2": {**_LATENT, **_ROUTED, **_SPARSE, "mlp_layer_types": _MIXED},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "beam": {**_MIXTURE, **_SLIDING, "head_dim": 12, "n_group": 2, "topk_group": 1},
-    "bitnet": {},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, **_SLIDING},
     "cohere2_moe": {
@@ -133,14 +138,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 12,
         "swa_v_head_dim": 14,
     },
-    "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
         "moe_k": 2,
         "moe_intermediate_size": 32,
         "moe_layer_start_index": 1,
     },
-    "exaone4": {**_SLIDING},
     "exaone_moe": {**_MIXTURE, **_SLIDING, "mlp_layer_types": _MIXED},
     "falcon_h1": {
         **_MAMBA,
@@ -152,7 +155,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "flex_olmo": {**_EXPERTS, "tie_word_embeddings": True},
     "flint": {**_SHARING, **_SLIDING, "head_dim": 12},
-    "gemma": {"head_dim": 16},
     "gemma2": {
         "tie_word_embeddings": False,
         "head_dim": 16,
@@ -183,8 +185,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
     },
-    "glm": {"head_dim": 16},
-    "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, "head_dim": 16},
     "glm4_moe_lite": {**_LATENT, **_ROUTED},
     "glm_moe_dsa": {
@@ -193,7 +193,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SPARSE,
         "indexer_types": ["full", "shared"] * (NUM_LAYERS // 2),
     },
-    "gpt_neox": {},
     "gpt_oss": {**_EXPERTS, "head_dim": 16, **_SLIDING},
     "granite": {
         "embedding_multiplier": 3.0,
@@ -218,14 +217,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
     },
     "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 32, "embedding_multiplier": 3.0},
-    "helium": {"head_dim": 12},
-    "hunyuan_v1_dense": {"head_dim": 12},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
     "hy_v3": {**_MIXTURE, "head_dim": 12, "mlp_layer_types": _MIXED},
     "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
-    "internlm3": {"head_dim": 12},
-    "iquestcoder": {"head_dim": 12},
-    "jais2": {},
     "jetmoe": {**_EXPERTS, "kv_channels": 12},
     "kolibri1": {**_SHARING, **_SLIDING, "head_dim": 12},
     "kimi_linear": {
@@ -284,7 +278,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": _WINDOW},
     "mixtral": {**_EXPERTS, "sliding_window": _WINDOW},
-    "nemotron": {},
     "nemotron_h": {
         **_ROUTED,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -296,23 +289,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "moe_shared_expert_intermediate_size": 32,
     },
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {**_SLIDING},
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
-    "olmoe": dict(_EXPERTS),
-    "persimmon": {},
-    "phi": {},
     "phi3": {"sliding_window": _WINDOW},
-    "phimoe": dict(_EXPERTS),
     "qwen2": {"use_sliding_window": True, **_SLIDING, "tie_word_embeddings": True},
     "qwen2_moe": {**_SHARING},
-    "qwen3": {"head_dim": 16},
     "qwen3_5_moe_text": {**_DELTA, **_SHARING},
     "qwen3_5_text": dict(_DELTA),
     "qwen3_next": {**_DELTA, **_SHARING},
     "qwen3_moe": {**_MIXTURE, "head_dim": 16},
-    "seed_oss": {"head_dim": 16},
     "smollm3": {
         "no_rope_layers": [1, 0] * (NUM_LAYERS // 2),
         "use_sliding_window": True,

@@ -1,8 +1,8 @@
-"""Attention plans made of explicit segments, and attention as it is defined."""
+"""Random attention plans, and attention as it is defined."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from pipespec.engine.attention.attention_plan import (
     LayerPool,
     Reach,
     Segment,
-    of_no_state,
+    plan_of,
 )
 
 HEADS, DIM, VALUE_DIM = 4, 8, 6
@@ -27,27 +27,6 @@ OPTIONS = st.builds(
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
 )
-
-
-def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
-    """The plan of these segments, whose pages are the last rows of its page table, in order."""
-    longest = max(len(segment.prefix) for segment in segments)
-    pages = np.full((len(segments) + 1, longest + 1), -1)  # -1: no slot
-    for row, segment in enumerate(segments, start=1):
-        pages[row, : len(segment.prefix)] = segment.prefix
-    return AttentionPlan(
-        write=write,
-        positions=np.concatenate([s.positions for s in segments]),
-        row_start=np.array([0, *(s.rows.stop for s in segments)]),
-        pages=pages,
-        page_row=np.arange(1, len(segments) + 1),
-        prefix_length=np.array([len(s.prefix) for s in segments]),
-        tree=np.concatenate([s.tree for s in segments]),
-        tree_positions=np.concatenate([s.tree_positions for s in segments]),
-        tree_start=np.cumsum([0, *(len(s.tree) for s in segments)]),
-        mask=np.concatenate([s.mask.ravel() for s in segments]),
-        **of_no_state(len(segments)),
-    )
 
 
 @st.composite
@@ -84,7 +63,9 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
             )
         )
         row += rows
-    return joined(parts, np.concatenate(writes))
+    plan = plan_of(parts, np.concatenate(writes))
+    pages = np.pad(plan.pages, ((1, 0), (0, 1)), constant_values=-1)  # no slot
+    return replace(plan, pages=pages, page_row=plan.page_row + 1)
 
 
 def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
@@ -105,13 +86,21 @@ def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
 
 
 def given_rows(
-    rows: int, num_slots: int, seed: int = 1, kv_heads: int = 2
+    rows: int,
+    num_slots: int,
+    seed: int = 1,
+    kv_heads: int = 2,
+    heads: int = HEADS,
+    dims: tuple[int, int] = (DIM, VALUE_DIM),
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, LayerPool]:
     """Query, key, value and a pool, random."""
     rng = torch.Generator().manual_seed(seed)
-    shapes = [(rows, HEADS, DIM), (rows, kv_heads, DIM), (rows, kv_heads, VALUE_DIM)]
-    pools = [(num_slots + 1, kv_heads, dim) for dim in (DIM, VALUE_DIM)]
-    query, key, value, keys, values = (torch.randn(*s, generator=rng) for s in shapes + pools)
+    shapes = [(rows, heads, dims[0]), *((rows, kv_heads, dim) for dim in dims)]
+    pools = [(num_slots + 1, kv_heads, dim) for dim in dims]
+    query, key, value, keys, values = (
+        torch.randn(*shape, generator=rng).to(dtype) for shape in (*shapes, *pools)
+    )
     return query, key, value, LayerPool(keys, values)
 
 

@@ -92,15 +92,6 @@ MADE = {
 LONG = ("one file", "gptq", "awq", "gguf")
 
 
-def expected_logits(model: Path) -> torch.Tensor:
-    """Those of Hugging Face."""
-    how = {"gguf_file": model.name} if model.suffix == ".gguf" else {}
-    folder = model.parent if how else model
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
-    with torch.inference_mode():
-        return whole(IDS[None]).logits[0]
-
-
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE],
@@ -129,7 +120,12 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
         assert own <= 1.02 * slice_bytes(info.path, parts)
         model = ModelSlice.load(info.path, layers, dtype=torch.float32, num_slots=64)
         rows = model.forward(rows, torch.from_numpy(plan.positions), plan)
-    expected = expected_logits(reference)
+    how = {"gguf_file": reference.name} if reference.suffix == ".gguf" else {}
+    theirs = AutoModelForCausalLM.from_pretrained(
+        reference.parent if how else reference, dtype=torch.float32, **how
+    )
+    with torch.inference_mode():
+        expected = theirs(IDS[None]).logits[0]
     torch.testing.assert_close(model.logits(rows), expected, rtol=1e-4, atol=1e-4)
 
 

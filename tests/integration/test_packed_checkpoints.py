@@ -63,10 +63,6 @@ def packed(tmp_path_factory):
     return get
 
 
-def form_of(kind: str) -> str:
-    return FP8 if kind in FP8S else kind if kind in FP4S else PACKED_INT4
-
-
 def assert_same_weights(path: Path, plain: Path, layers: range, kind: str, **how: Any) -> None:
     found, expected = (weights(each, layers, **how) for each in (path, plain))
     assert found.keys() == expected.keys()
@@ -198,7 +194,8 @@ def test_the_text_of_kept_weights_is_one_for_every_stage_count_policy_and_batch(
 )
 def test_products_of_kept_weights_are_those_of_the_plain_ones(packed, kind, model_type):
     """But for rounding; and memory is foretold to the byte."""
-    (path, plain), form = packed(kind, model_type), form_of(kind)
+    path, plain = packed(kind, model_type)
+    form = FP8 if kind in FP8S else kind if kind in FP4S else PACKED_INT4
     info = inspect(path)
     for dtype in ("bfloat16", "float32"):
         assert info.weight_format(None, "auto", dtype) == form
@@ -323,10 +320,7 @@ def test_odd_files_are_refused_in_a_sentence_before_anything_loads(
 
 
 def test_an_order_that_cannot_be_is_refused(packed, tmp_path):
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{FIRST}.g_idx"] += 7
-
-    path = edited(packed("gptq")[0], tmp_path / "odd", spoil)
+    path = edited(packed("gptq")[0], tmp_path / "odd", lambda t: t[f"{FIRST}.g_idx"].add_(7))
     with pytest.raises(ModelError, match="names groups that do not exist"):
         ModelSlice.load(path, range(1), dtype=torch.float32, num_slots=4)
 

@@ -79,16 +79,6 @@ def test_members_share_weights_of_few_bits(tmp_path, form, model_type, long):
                 assert num_bytes <= 1.1 * foretold, (size, dtype)
 
 
-def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
-    """Where no head or group is on both."""
-    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}
-    path = few_bits.make(tmp_path, "awq", "llama", **sizes)
-    how = {"dtype": torch.bfloat16, "quantization": "int4"}
-    whole = inspect(path).loaded("bfloat16", "int4").total
-    for held in together(2, lambda g: load(path, 1, g, **how)[0].num_weight_bytes):
-        assert held <= 1.1 * whole / 2
-
-
 def _stored(model: torch.nn.Module) -> dict[str, Tensor]:
     """All weights that a model holds; of those that ggml multiplies, products with each column."""
     layers = {n: each for n, each in model.named_modules() if isinstance(each, GgmlLinear)}

@@ -159,7 +159,7 @@ def gpt_oss(tmp_path):
     return edit(path, quantization_config=how)
 
 
-def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
+def test_experts_in_mxfp4_become_plain_weights_or_stay_in_their_blocks(gpt_oss, capfd):
     expected = reference(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
     info = inspect(gpt_oss)
     assert info.storage.quantization is None
@@ -171,11 +171,7 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
     for dtype in ("float32", "bfloat16"):
         held = ModelSlice.load(gpt_oss, range(1, 2), dtype=getattr(torch, dtype), num_slots=4)
         assert held.num_weight_bytes == info.loaded(dtype, None).layers[1]
-
-
-def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
-    expected = reference(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
-    info = inspect(gpt_oss)
+    # Or they stay in their blocks.
     assert info.weight_format(None, "auto", "bfloat16") == MXFP4
     for count in (1, 4):
         found = logits(gpt_oss, PROMPT, count, dtype=torch.float32, quantization=MXFP4)
@@ -304,13 +300,8 @@ def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
     del stored["quant_method"]
     edit(path, quantization_config=stored)
     assert inspect(path).storage.quantization == "bitsandbytes"
-    found, expected = (
-        decode(
-            load(each, 4, num_layers=DEMO_LAYERS, dtype=torch.bfloat16), torch.tensor(PROMPT), 5, 4
-        )
-        for each in (path, quantised("nf4"))
-    )
-    assert found == expected
+    (held,) = load(path, 1, num_layers=DEMO_LAYERS, dtype=torch.bfloat16)
+    assert held.num_weight_bytes == pytest.approx(inspect(path).stored.total, rel=0.01)
 
 
 def test_a_host_with_another_target_is_refused(quantised):

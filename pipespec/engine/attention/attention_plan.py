@@ -19,8 +19,8 @@ offsets; prefixes stay in the page table, which outlives the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -231,33 +231,38 @@ class AttentionBackend(Protocol):
         ...
 
 
+def plan_of(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
+    """The plan of these segments, in order, whose rows are draft tokens and use the slots `write`
+    `[rows]`."""
+    prefixes = [segment.prefix for segment in segments]
+    pages = np.zeros((len(segments), max(map(len, prefixes))), np.int64)
+    for page, prefix in zip(pages, prefixes, strict=True):
+        page[: len(prefix)] = prefix
+    names = ("num_prompt", "num_committed", "keeps_state", "state_number")
+    none: dict[str, Any] = {name: np.zeros(len(segments), np.int64) for name in names}
+    return AttentionPlan(
+        write=write,
+        positions=np.concatenate([segment.positions for segment in segments]),
+        row_start=np.array([0, *(segment.rows.stop for segment in segments)]),
+        pages=pages,
+        page_row=np.arange(len(segments)),
+        prefix_length=np.array([*map(len, prefixes)]),
+        tree=np.concatenate([segment.tree for segment in segments]),
+        tree_positions=np.concatenate([segment.tree_positions for segment in segments]),
+        tree_start=np.cumsum([0, *(len(segment.tree) for segment in segments)]),
+        mask=np.concatenate([segment.mask.ravel() for segment in segments]),
+        **none,
+    )
+
+
 def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False) -> AttentionPlan:
     """The plan of a chunk of a prompt: each row sees `prefix` `[p]` and the rows up to itself, in
     the slots `write` `[rows]`. `imagined`: the prefix was never computed, and the rows are draft
     tokens."""
-    length, rows = len(prefix), len(write)
-    positions, bounds = np.arange(length, length + rows), np.array([0, rows])
-    kept = of_no_state(1)
-    if not imagined:
-        kept["num_prompt"][0] = kept["num_committed"][0] = rows
-    return AttentionPlan(
-        write=write,
-        positions=positions,
-        row_start=bounds,
-        pages=prefix[None],
-        page_row=np.array([0]),
-        prefix_length=np.array([length]),
-        tree=write,
-        tree_positions=positions,
-        tree_start=bounds,
-        mask=np.tri(rows, dtype=bool).ravel(),
-        imagined=imagined,
-        **kept,
-    )
-
-
-def of_no_state(segments: int) -> dict[str, Any]:
-    """The columns of a plan that say what its rows are and what layers with a running state keep,
-    of draft tokens alone."""
-    names = ("num_prompt", "num_committed", "keeps_state", "state_number")
-    return {name: np.zeros(segments, np.int64) for name in names}
+    rows = len(write)
+    positions = np.arange(len(prefix), len(prefix) + rows)
+    sees = np.tri(rows, dtype=bool)
+    plan = plan_of([Segment(slice(0, rows), positions, prefix, write, positions, sees)], write)
+    if imagined:
+        return replace(plan, imagined=True)
+    return replace(plan, num_prompt=np.array([rows]), num_committed=np.array([rows]))

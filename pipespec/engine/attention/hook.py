@@ -16,6 +16,7 @@ order of rows, none of which there is in a batch of tree rows:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -43,19 +44,8 @@ _CHUNKED = "chunked_attention"
 POSITIONS = "query_positions"
 
 _numbers = count()
-
-
-@dataclass(frozen=True)
-class QueryTemperature:
-    """Queries are multiplied by `1 + scale * log(1 + floor((position + 1) / floor))`."""
-
-    scale: float
-    floor: float
-
-    def applied(self, query: Tensor, positions: Tensor) -> Tensor:
-        steps = torch.floor((positions.float() + 1.0) / self.floor)
-        scales = torch.log1p(steps) * self.scale + 1.0
-        return (query * scales[:, None, :, None]).to(query.dtype)
+# Multiplies queries `[1, heads, rows, dim]` by a factor of their positions `[1, rows]`.
+ScaleQueries = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -68,7 +58,7 @@ class AttentionState:
     backend: AttentionBackend
     num_slots: int
     chunk: int | None = None
-    temperature: QueryTemperature | None = None
+    temperature: ScaleQueries | None = None
     kv_dtype: str = KV_PLAIN
     layer: AttentionLayer | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -93,7 +83,7 @@ def attach(
 ) -> list[AttentionState]:
     """Give each attention module of a decoder layer its state; layers of some kinds have none."""
     states = []
-    for attention in attention_modules(layer):
+    for attention in filter(is_attention, layer.modules()):
         state = AttentionState(backend, num_slots, chunk=chunk, kv_dtype=kv_dtype)
         state.temperature = take_temperature(layer, attention)
         attention.kv = state  # type: ignore[assignment]
@@ -118,7 +108,7 @@ def _attend(
     state: AttentionState = module.kv  # type: ignore[assignment]
     if state.temperature is not None:
         assert query_positions is not None
-        query = state.temperature.applied(query, query_positions)
+        query = state.temperature(query, query_positions)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if state.layer is None:
         # An empty one is that of `leave_out_indexers`.
@@ -130,10 +120,6 @@ def _attend(
     pool = state.layer.pool
     out = torch.ops.pipespec.attend(query, key, value, pool.keys, pool.values, state.number)
     return out.unsqueeze(0), None
-
-
-def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    return [each for each in layer.modules() if is_attention(each)]
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -149,9 +135,10 @@ def chunk_of(config: Any, index: int) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def take_temperature(layer: nn.Module, attention: nn.Module) -> QueryTemperature | None:
+def take_temperature(layer: nn.Module, attention: nn.Module) -> ScaleQueries | None:
     """Keep an attention module from scaling its queries, which the hook does from now on, and let
-    its layer hand on the positions; None: it does not scale them."""
+    its layer hand on the positions; None: it does not scale them. The factor is
+    `1 + scale * log(1 + floor((position + 1) / floor))`."""
     if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
         return None
     attention.attn_temperature_tuning = False  # type: ignore[assignment]
@@ -162,7 +149,14 @@ def take_temperature(layer: nn.Module, attention: nn.Module) -> QueryTemperature
         return args, {**kwargs, POSITIONS: kwargs["position_ids"]}
 
     layer.register_forward_pre_hook(add_positions, with_kwargs=True)
-    return QueryTemperature(float(attention.attn_scale), float(attention.floor_scale))  # type: ignore[arg-type]
+    scale, floor = float(attention.attn_scale), float(attention.floor_scale)  # type: ignore[arg-type]
+
+    def scaled(query: Tensor, positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / floor)
+        scales = torch.log1p(steps) * scale + 1.0
+        return (query * scales[:, None, :, None]).to(query.dtype)
+
+    return scaled
 
 
 def leave_out_indexers(model: nn.Module) -> None:

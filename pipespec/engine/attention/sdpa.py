@@ -23,7 +23,7 @@ from pipespec.engine.attention.attention_plan import (
     Segment,
     unpacked,
 )
-from pipespec.system.device_copy import to_device
+from pipespec.system.device_copy import to_device, to_device_together
 
 # Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
 # with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs
@@ -127,7 +127,8 @@ def _prepared(
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
     read = [_read(segment, reach) for segment in segments]
-    indices = iter(_indices([index for index, _ in read if not isinstance(index, slice)], like))
+    scattered = [index for index, _ in read if not isinstance(index, slice)]
+    indices = iter(to_device_together(scattered, like.device))
     hidden = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
     biases = iter(_biases(hidden, like))
     keys = [
@@ -139,14 +140,6 @@ def _prepared(
         for segment, (index, seen) in zip(segments, read, strict=True)
     ]
     return to_device(plan.write, like.device), keys
-
-
-def _indices(parts: list[np.ndarray], like: Tensor) -> tuple[Tensor, ...]:
-    """The parts on the device, transferred in one copy."""
-    if not parts:
-        return ()
-    joined = to_device(np.concatenate(parts), like.device)
-    return joined.split([len(part) for part in parts])
 
 
 def _biases(hidden: list[np.ndarray], like: Tensor) -> list[Tensor]:

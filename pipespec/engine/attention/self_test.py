@@ -8,7 +8,7 @@ of PyTorch's attention in the model's type.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
     LayerPool,
-    of_no_state,
+    Segment,
+    plan_of,
 )
 from pipespec.engine.attention.sdpa import SdpaBackend
 
@@ -107,35 +108,17 @@ def _compared(
 def _plan(parts: tuple[tuple[int, int, int], ...], num_slots: int, seed: int) -> AttentionPlan:
     """A random plan of requests with so many rows, prefix keys and other tree keys."""
     rng = np.random.default_rng(seed)
-    rows, prefix, others = np.array(parts).T
-    tree = rows + others
-    slots = rng.permutation(num_slots)[: int((prefix + tree).sum())]
-    starts = np.concatenate(([0], np.cumsum(prefix + tree)))
-    pages = np.zeros((len(parts), max(1, int(prefix.max()))), np.int64)
-    write, positions, keys, keys_at, masks = [], [], [], [], []
-    for i, (count, length, size) in enumerate(zip(rows, prefix, tree, strict=True)):
-        mine = slots[starts[i] : starts[i + 1]]
-        pages[i, :length] = mine[:length]
-        at = length + rng.integers(0, 12, size) if size else np.zeros(0, np.int64)
-        mask = rng.random((count, size)) < 0.4
+    slots, row = rng.permutation(num_slots), 0
+    segments, write = [], []
+    for rows, length, others in parts:
+        size = rows + others
+        mine, slots = np.split(slots, [length + size])
+        at = length + rng.integers(0, 12, size)
+        mask = rng.random((rows, size)) < 0.4
         if size:
-            mask[:, size - count :] |= np.eye(count, dtype=bool)
-        write.append(mine[len(mine) - count :])
-        positions.append(at[size - count :] if size else np.array([length - 1]))
-        keys.append(mine[length:])
-        keys_at.append(at)
-        masks.append(mask.ravel())
-    return AttentionPlan(
-        write=np.concatenate(write),
-        positions=np.concatenate(positions),
-        row_start=np.concatenate(([0], np.cumsum(rows))),
-        pages=pages,
-        page_row=np.arange(len(parts)),
-        prefix_length=prefix,
-        tree=np.concatenate(keys),
-        tree_positions=np.concatenate(keys_at),
-        tree_start=np.concatenate(([0], np.cumsum(tree))),
-        mask=np.concatenate(masks),
-        **of_no_state(len(parts)),
-        imagined=True,
-    )
+            mask[:, size - rows :] |= np.eye(rows, dtype=bool)
+        own = at[size - rows :] if size else np.array([length - 1])
+        some, row = slice(row, row + rows), row + rows
+        segments.append(Segment(some, own, mine[:length], mine[length:], at, mask))
+        write.append(mine[len(mine) - rows :])
+    return replace(plan_of(segments, np.concatenate(write)), imagined=True)

@@ -6,23 +6,21 @@ Nothing is downloaded and no weight is read.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipespec.engine.checkpoint.model_path import known_model
-from pipespec.engine.formats.architectures import text_names
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
-from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX, WEIGHTS, weight_map
+from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
+from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX, WEIGHTS
 from pipespec.errors import ModelError
 from pipespec.system.validation import (
     Missing,
     Unreadable,
     home_expanded,
     is_folder,
-    parse_json,
     read_bytes,
 )
 
@@ -81,18 +79,15 @@ def _of_file(path: Path) -> Fingerprint:
 def _of_folder(path: Path) -> Fingerprint:
     """Raises OSError, Unreadable of config.json, or ModelError with a clause."""
     config = read_bytes(path / CONFIG)
-    index, shard_of = None, {}
-    if os.path.isfile(path / INDEX):
-        try:
-            index = _hash(content := read_bytes(path / INDEX))
-            shard_of = weight_map(path / INDEX, parse_json(content))
-        except (Unreadable, ModelError) as error:
-            raise ModelError(f"has no usable {INDEX}") from error
-    shards = sorted({shard_of[stored] for stored in text_names(shard_of)} or {WEIGHTS})
-    if gone := [name for name in shards if not os.path.isfile(path / name)]:
+    try:
+        files = SafetensorsFolder(path).weight_files() or (path / WEIGHTS,)
+    except ModelError as error:
+        raise ModelError(f"has no usable {INDEX}") from error
+    if gone := [file.name for file in files if not file.is_file()]:
         others = f" and {len(gone) - 1} more of its files" if gone[1:] else ""
         raise ModelError(f"holds no {gone[0]}{others}")
-    sizes = {name: (path / name).stat().st_size for name in shards}
+    index = None if files == (path / WEIGHTS,) else _hash(read_bytes(path / INDEX))
+    sizes = {file.name: file.stat().st_size for file in files}
     return Fingerprint(str(path), None, _hash(config), index, sizes)
 
 

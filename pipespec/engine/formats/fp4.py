@@ -63,24 +63,6 @@ def fp4_blocks(
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Experts:
-    """The matrices of the experts of a layer, as they are stored."""
-
-    blocks: torch.Tensor
-    scales: torch.Tensor
-
-    def expert(self, number: int) -> BlockWeights:
-        return fp4_blocks(self.blocks[number], self.scales[number], MX_KIND)
-
-    def dense(self) -> torch.Tensor:
-        """The weights `[experts, in, out]` in bfloat16, which holds them."""
-        import torch
-
-        experts = [self.expert(i).dense().T.bfloat16() for i in range(len(self.blocks))]
-        return torch.stack(experts)
-
-
-@dataclass(frozen=True, slots=True)
 class Fp4Packing(MatrixPacking):
     """How the matrices of a checkpoint folder are packed; see `packing.Packing`."""
 
@@ -148,20 +130,25 @@ class Mxfp4Packing(MatrixPacking):
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
 
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Mxfp4Experts:
-        """See `MatrixPacking`; as a whole."""
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> BlockWeights:
+        """See `MatrixPacking`; of the expert whose number ends the name."""
+        stack, _, number = name.rpartition(".")
+        one, (rows, columns) = slice(int(number), int(number) + 1), part
+        index = (one, rows, per(columns, GROUP))
+        blocks, scales = (files.read(stack + suffix, *index)[0] for suffix in (BLOCKS, SCALES))
+        return fp4_blocks(blocks, scales, MX_KIND)
+
+    def dense(self, name: str, files: StoredTensors, part: Part = WHOLE) -> torch.Tensor:
+        """The weights `[experts, in, out]` in bfloat16, which holds them; as a whole."""
+        import torch
+
         assert part == WHOLE, "transposed stacks are read as a whole"
-        return Mxfp4Experts(files.read(name + BLOCKS), files.read(name + SCALES))
+        stored = zip(files.read(name + BLOCKS), files.read(name + SCALES), strict=True)
+        return torch.stack([fp4_blocks(*one, MX_KIND).dense().T.bfloat16() for one in stored])
 
     def readers(
         self, name: str, shape: tuple[int, ...], files: StoredTensors
     ) -> dict[str, Callable[[Part], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
-
-        def read(number: int, part: Part) -> BlockWeights:
-            one, (rows, columns) = slice(number, number + 1), part
-            index = (one, rows, per(columns, GROUP))
-            stored = (files.read(name + suffix, *index) for suffix in (BLOCKS, SCALES))
-            return Mxfp4Experts(*stored).expert(0)
-
-        return {f"{name}.{number}": partial(read, number) for number in range(shape[0])}
+        experts = (f"{name}.{number}" for number in range(shape[0]))
+        return {each: partial(self.read, each, files) for each in experts}

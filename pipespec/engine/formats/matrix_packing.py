@@ -83,6 +83,10 @@ class MatrixPacking(ABC):
         """Read a matrix or a part of it, of whole `units`; its `dense()` are the weights. Nothing
         else is read."""
 
+    def dense(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Any:
+        """The weights themselves."""
+        return self.read(name, files, part).dense()
+
     def readers(
         self, name: str, shape: tuple[int, ...], files: StoredTensors
     ) -> dict[str, Callable[[Part], Any]]:

@@ -37,7 +37,6 @@ from pipespec.engine.formats.stored import (
     KeptLayer,
     KeptMatrix,
     LazyTensor,
-    Part,
     Storage,
     Units,
 )
@@ -263,7 +262,7 @@ class SafetensorsFolder:
         matrix = name.removesuffix(self.packing.dense_suffix)
         label = self.packing.dense_dtype or self.dtype
         shape = self.packing.shape(matrix, self.present)
-        return LazyTensor(shape, label, partial(self._dense, self.packing, matrix))
+        return LazyTensor(shape, label, partial(self.packing.dense, matrix, self))
 
     def kept(
         self, parts: Collection[str], *, with_ggml: bool, divided: bool
@@ -301,9 +300,6 @@ class SafetensorsFolder:
         if found.file not in self._opened:
             self._opened[found.file] = safe_open(found.file, framework="pt")
         return self._opened[found.file].get_slice(found.stored_as)
-
-    def _dense(self, packing: MatrixPacking, matrix: str, part: Part) -> Any:
-        return packing.read(matrix, self, part).dense()
 
 
 def is_whole(folder: Path) -> bool:

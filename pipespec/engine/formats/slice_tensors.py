@@ -16,7 +16,6 @@ UNUSED = "unused"
 # The layer of a tensor, and its name in the layer; base models are saved without a prefix.
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 EMBEDDING_NAME = re.compile(r"(?:^|\.)(embed_tokens|embed_in|embeddings)\.weight$")
-OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def part_of(name: str) -> str:

@@ -92,66 +92,50 @@ _CTYPES = {
     "P": _PoolParams,
     "Q": ctypes.POINTER(_PoolParams),
 }
-# The functions that are used, without the prefix `ggml_`: arguments, and what is returned.
+# The functions that are used, without the prefix `ggml_`, by their arguments and what is returned.
 _BASE = {
-    "version": ":s",
-    "log_set": "Lp:",
-    "init": "I:p",
-    "free": "p:",
-    "reset": "p:",
-    "tensor_overhead": ":z",
-    "graph_overhead_custom": "zb:z",
-    "new_tensor_1d": "pil:p",
-    "new_tensor_2d": "pill:p",
-    "new_tensor_3d": "pilll:p",
-    "new_graph_custom": "pzb:p",
-    "build_forward_expand": "pp:",
-    "set_input": "p:",
-    "set_output": "p:",
-    "nbytes": "p:z",
-    "row_size": "il:z",
-    "add": "ppp:p",
-    "mul": "ppp:p",
-    "mul_mat": "ppp:p",
-    "mul_mat_id": "pppp:p",
-    "rms_norm": "ppf:p",
-    "swiglu_split": "ppp:p",
-    "rope_ext": "ppppiiiffffff:p",
-    "reshape_2d": "ppll:p",
-    "reshape_3d": "pplll:p",
-    "permute": "ppiiii:p",
-    "get_rows": "ppp:p",
-    "set_rows": "pppp:p",
-    "flash_attn_ext": "pppppfff:p",
-    "quantize_chunk": "ipplllp:z",
-    "threadpool_params_default": "i:P",
-    "backend_free": "p:",
-    "backend_graph_compute": "pp:i",
-    "backend_cpu_buffer_from_ptr": "pz:p",
-    "backend_cpu_buffer_type": ":p",
-    "backend_buffer_free": "p:",
-    "backend_tensor_alloc": "ppp:i",
-    "backend_tensor_set": "ppzz:",
-    "backend_buft_name": "p:s",
-    "backend_buft_alloc_buffer": "pz:p",
-    "backend_buft_get_alloc_size": "pp:z",
-    "backend_buffer_get_base": "p:p",
-    "backend_reg_dev_get": "pz:p",
-    "backend_reg_get_proc_address": "ps:p",
-    "backend_dev_supports_op": "pp:b",
-    "gallocr_new": "p:p",
-    "gallocr_free": "p:",
-    "gallocr_alloc_graph": "pp:b",
-    "gallocr_get_buffer_size": "pi:z",
+    ":s": "version",
+    "Lp:": "log_set",
+    "I:p": "init",
+    "p:": "free reset set_input set_output backend_free backend_buffer_free gallocr_free",
+    ":z": "tensor_overhead",
+    "zb:z": "graph_overhead_custom",
+    "pil:p": "new_tensor_1d",
+    "pill:p": "new_tensor_2d",
+    "pilll:p": "new_tensor_3d",
+    "pzb:p": "new_graph_custom",
+    "pp:": "build_forward_expand",
+    "p:z": "nbytes",
+    "il:z": "row_size",
+    "ppp:p": "add mul mul_mat swiglu_split get_rows",
+    "pppp:p": "mul_mat_id set_rows",
+    "ppf:p": "rms_norm",
+    "ppppiiiffffff:p": "rope_ext",
+    "ppll:p": "reshape_2d",
+    "pplll:p": "reshape_3d",
+    "ppiiii:p": "permute",
+    "pppppfff:p": "flash_attn_ext",
+    "ipplllp:z": "quantize_chunk",
+    "i:P": "threadpool_params_default",
+    "pp:i": "backend_graph_compute",
+    "pz:p": "backend_cpu_buffer_from_ptr backend_buft_alloc_buffer backend_reg_dev_get",
+    ":p": "backend_cpu_buffer_type",
+    "ppp:i": "backend_tensor_alloc",
+    "ppzz:": "backend_tensor_set",
+    "p:s": "backend_buft_name",
+    "pp:z": "backend_buft_get_alloc_size",
+    "p:p": "backend_buffer_get_base gallocr_new",
+    "ps:p": "backend_reg_get_proc_address",
+    "pp:b": "backend_dev_supports_op gallocr_alloc_graph",
+    "pi:z": "gallocr_get_buffer_size",
 }
 _CPU = {
-    "threadpool_new": "Q:p",
-    "threadpool_free": "p:",
-    "backend_cpu_init": ":p",
-    "backend_cpu_reg": ":p",
-    "backend_cpu_set_n_threads": "pi:",
-    "backend_cpu_set_threadpool": "pp:",
-    "backend_cpu_set_use_ref": "pb:",
+    "Q:p": "threadpool_new",
+    "p:": "threadpool_free",
+    ":p": "backend_cpu_init backend_cpu_reg",
+    "pi:": "backend_cpu_set_n_threads",
+    "pp:": "backend_cpu_set_threadpool",
+    "pb:": "backend_cpu_set_use_ref",
 }
 
 
@@ -171,12 +155,13 @@ class Library:
         self.folder = folder
         for file, functions in (("ggml-base", _BASE), ("ggml-cpu", _CPU)):
             library = ctypes.CDLL(str(_file(folder, file)))
-            for name, signature in functions.items():
+            for signature, names in functions.items():
                 arguments, _, result = signature.partition(":")
-                function = getattr(library, f"ggml_{name}")
-                function.argtypes = [_CTYPES[each] for each in arguments]
-                function.restype = _CTYPES[result] if result else None
-                setattr(self, name, function)
+                for name in names.split():
+                    function = getattr(library, f"ggml_{name}")
+                    function.argtypes = [_CTYPES[each] for each in arguments]
+                    function.restype = _CTYPES[result] if result else None
+                    setattr(self, name, function)
         self.log_set(_logged, None)
 
     def __getattr__(self, name: str) -> Any:  # set in __init__

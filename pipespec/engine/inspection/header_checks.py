@@ -60,58 +60,45 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
         if type(raw.get(name)) in (int, float) and (why := fault(name, raw[name], 1, size)):
             yield why[:-1]
     rest = {name: value for name, value in raw.items() if name != "quantization_config"}
-    for name, value in _numbers("", rest, _DEEPEST):
-        last = name.rpartition(".")[2]
-        most = _rope_most(last) if name.startswith(_ROPE) else None
+    for name, value in _values("", rest, _DEEPEST):
+        last, in_rope = name.rpartition(".")[2], name.startswith(_ROPE)
+        ends = _ROPE_MOST.items() if in_rope else ()
+        most = next((most for end, most in ends if last.endswith(end)), None)
         wanted = None
-        if not -_HUGE < value < _HUGE:
+        if type(value) not in (int, float):
+            is_list = isinstance(value, list) and not any(isinstance(e, list) for e in value)
+            if most is not None and value is not None and not (is_list and last in _ROPE_LISTS):
+                wanted = "a number"
+        elif not -_HUGE < value < _HUGE:
             wanted = "a finite number"
         elif (last in _POSITIVE or most is not None) and value <= 0:
             wanted = "above 0"
         elif most is not None and value > most:
             wanted = f"at most {most}"
-        elif last.endswith(_NOT_NEGATIVE):
-            wanted = "0 or more" if value < 0 else None
-        if last == "partial_rotary_factor" and value > 1:
+        elif last == "partial_rotary_factor" and value > 1:
             wanted = "at most 1"
+        elif last.endswith(_NOT_NEGATIVE) and value < 0:
+            wanted = "0 or more"
         if wanted is not None:
             yield f"{name} is {shown(value)}, but must be {wanted}"
-    yield from _rope_faults(raw)
+        if in_rope and isinstance(value, dict):
+            lists = [each for key in _ROPE_LISTS if isinstance(each := value.get(key), list)]
+            if len({len(each) for each in lists}) > 1:
+                yield f"{name} must have as many numbers in long_factor as in short_factor"
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
         multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"
         yield f"num_attention_heads is {shown(heads)}, but must be {multiple}"
 
 
-def _rope_faults(raw: Mapping[str, Any]) -> Iterator[str]:
-    """What is no number in the parameters of rotary embeddings, or of types of layers."""
-    ropes = {name: raw[name] for name in _ROPE if isinstance(raw.get(name), dict)}
-    inner = {f"{n}.{key}": of for n, rope in ropes.items() for key, of in rope.items()}
-    ropes |= {name: rope for name, rope in inner.items() if isinstance(rope, dict)}
-    for name, rope in ropes.items():
-        lists = [each for key in _ROPE_LISTS if isinstance(each := rope.get(key), list)]
-        for key, value in rope.items():
-            numbers = value if value in lists else [value]
-            wrong = value is not None and any(type(each) not in (int, float) for each in numbers)
-            if wrong and _rope_most(key) is not None:
-                yield f"{name}.{key} is {shown(value)}, but must be a number"
-        if len({len(each) for each in lists}) > 1:
-            yield f"{name} must have as many numbers in long_factor as in short_factor"
-
-
-def _rope_most(name: str) -> int | None:
-    return next((most for end, most in _ROPE_MOST.items() if name.endswith(end)), None)
-
-
-def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:
-    if type(value) in (int, float):
-        yield prefix, value
-    elif depth:
-        pairs = value.items() if isinstance(value, dict) else ()
-        for name, inner in pairs:
-            yield from _numbers(f"{prefix}.{name}" if prefix else str(name), inner, depth - 1)
+def _values(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """A value and all that it holds, with their names; elements of lists have that of the list."""
+    yield name, value
+    if depth:
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            yield from _values(f"{name}.{key}" if name else str(key), inner, depth - 1)
         for inner in value if isinstance(value, list) else ():
-            yield from _numbers(prefix, inner, depth - 1)
+            yield from _values(name, inner, depth - 1)
 
 
 def check_eos(path: Path, eos: Iterable[int], usual: int | list[int] | None, rows: int) -> None:

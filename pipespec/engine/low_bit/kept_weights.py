@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GgmlLayer = GgmlLinear | GgmlEmbedding | GgmlExperts
-# The matrix of an expert in the files: its layer, its number, its name.
-_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
-# Experts of a layer that the files have together, as gpt-oss's, and the number of one.
-_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)\.(\d+)$")
+# The matrix of an expert in the files: its layer, its number and name; or the name of the stack of
+# all experts of a layer, as gpt-oss has them, and its number.
+_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(?:(\d+)\.(\w+)|(\w+)\.(\d+))$")
 # The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02
 # A row must be the same in batches of these sizes.
@@ -116,21 +115,13 @@ def _replace_experts(
     """The same for the experts of mixtures. A stack of which none is named stays as it is. Raises
     ModelError if a mixture is of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
-    stacked: dict[str, dict[str, list[str]]] = {}
     for name in names:
         if (found := _EXPERT.search(name)) is not None:
-            by_layer.setdefault(int(found[1]), {})[int(found[2]), found[3]] = name
-        elif (found := _STACKED.search(name)) is not None:
-            stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
+            expert = int(found[2] or found[5]), found[3] or found[4]
+            by_layer.setdefault(int(found[1]), {})[expert] = name
     for path, module in list(model.named_modules()):
         if (found := MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
             _replace_stacks(module, by_layer[int(found[1])], path, make, parts)
-        elif path in stacked:
-            for stack, sources in stacked[path].items():
-                _, inputs, out = getattr(module, stack).shape
-                delattr(module, stack)
-                setattr(module, stack, make.experts([[each] for each in sources], out, inputs))
-            use_loop(module)
 
 
 def _replace_stacks(
@@ -140,15 +131,20 @@ def _replace_stacks(
     make: LayerMaker,
     parts: Mapping[str, Part],
 ) -> None:
-    for stack, of_parts in STACKS.items():
+    transposed = getattr(module, "is_transposed", False)
+    for stack, plain_parts in STACKS.items():
+        # The files have a transposed stack too.
+        of_parts: Sequence[Sequence[str]] = ((stack,),) if transposed else plain_parts
         if not any((0, name) in held for names in of_parts for name in names):
             continue
         plain = getattr(module, stack, None)
-        if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
+        has_bias = getattr(module, "has_bias", False) and not transposed
+        if not isinstance(plain, Tensor) or plain.ndim != 3 or has_bias:
             raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
         if not plain.numel():
             continue
-        count, out, inputs = plain.shape
+        count, *sizes = plain.shape
+        out, inputs = reversed(sizes) if transposed else sizes
         delattr(module, stack)
         sources = [
             [held[expert, _name(held, expert, names, path)] for names in of_parts]

@@ -44,7 +44,7 @@ class RecurrentLayers:
         ]
         lengths = {state.history for state in self.states}
         assert len(lengths) < 2, "the convolutions of a model are of one length"
-        self._book = RecurrentBook(num_slots, lengths.pop()) if lengths else None
+        self._book = RecurrentBook(num_slots, max(lengths, default=0))
         self._padding: tuple[int, int] | None = None  # there is none until a plan is of fixed size
 
     def _current(self) -> RecurrentPlan[torch.Tensor]:
@@ -56,32 +56,29 @@ class RecurrentLayers:
 
     def end_sequence(self, page: int) -> None:
         """See `RecurrentBook.end`."""
-        if self._book is not None:
-            self._book.end(page)
+        self._book.end(page)
 
     def plan(self, plan: AttentionPlan) -> RecurrentPlan[np.ndarray] | None:
         """What the layers do with a batch, which has to be computed next; None: there are none."""
-        return None if self._book is None else plan_batch(self._book, plan)
+        return plan_batch(self._book, plan) if self.states else None
 
     def use(self, plan: RecurrentPlan[Any] | None, device: torch.device) -> None:
         self._now = None if plan is None else on_device(plan, device)
 
     def reserve(self, rows: int, device: torch.device) -> FixedPlan | None:
         """Buffers for plans of up to so many rows; None: no layer keeps a state."""
-        if (book := self._book) is None:
+        if not self.states:
             return None
         self.make_room(rows)
-        self._padding = self._padding or book.reserve_padding()
-        return FixedPlan(rows, book.history, self._padding, device)
+        self._padding = self._padding or self._book.reserve_padding()
+        return FixedPlan(rows, self._book.history, self._padding, device)
 
     def make_room(self, rows: int) -> None:
         """Have the pools get room at once for plans of up to so many rows."""
-        if self._book is not None:
-            self._book.reserve_entries(fixed_entries(rows))
+        self._book.reserve_entries(fixed_entries(rows))
 
     def use_fixed(self, fixed: FixedPlan) -> None:
         book = self._book
-        assert book is not None
         self._now = replace(fixed.plan, capacity=book.capacity, num_states=book.num_states)
 
     def fits(self, plan: RecurrentPlan[np.ndarray]) -> bool:
@@ -96,7 +93,7 @@ class RecurrentLayers:
     @torch.inference_mode()
     def start_from(self, page: int, slots: np.ndarray) -> None:
         """See `RecurrentBook.start_from`; copies the state."""
-        if self._book is None:
+        if not self.states:
             return
         to, source = self._book.start_from(page, slots)
         for state in self.states:

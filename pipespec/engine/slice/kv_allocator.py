@@ -98,8 +98,6 @@ class PageTable:
         self.tokens[rows, positions] = tokens
 
     def _grow(self, sequences: int, positions: int) -> None:
-        for name in ("slots", "tokens"):
-            old = getattr(self, name)
-            grown = np.zeros((sequences, positions), np.int64)
-            grown[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, grown)
+        rows, columns = self.slots.shape
+        more = (0, sequences - rows), (0, positions - columns)
+        self.slots, self.tokens = np.pad(self.slots, more), np.pad(self.tokens, more)

@@ -89,7 +89,6 @@ def load(
     require_all(path, loaded)
     most, _ = reach(config)
     fix_frequencies(model, min(context or most, most))
-    parallel.loaded(model)
     if dtype is not None and model.dtype != dtype:
         raise ModelError(
             f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "

@@ -59,7 +59,7 @@ class ModelSlice:
         model: PreTrainedModel,
         layers: range,
         num_slots: int,
-        attention: AttentionBackend | str,
+        attention: str,
         *,
         batch_invariant: bool = False,
         parallel: WholeSlice,
@@ -81,11 +81,7 @@ class ModelSlice:
         setattr(model, model.base_model_prefix, ComputedBase(self.base))
         self.parallel = parallel
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
-        self.backend: AttentionBackend = (
-            select.make_backend(select.SDPA, self.device, num_slots)
-            if isinstance(attention, str)
-            else attention
-        )
+        self.backend = select.make_backend(select.SDPA, self.device, num_slots)
         self.attentions = [
             state
             for index, layer in enumerate(self.base.layers)
@@ -103,14 +99,13 @@ class ModelSlice:
         self.of_ggml: SliceGraph | None = None
         self._steps = StepTimes()
         self.any_attention = attention == select.AUTO
-        self.attention, self.products, self.refused = "given", cpu_products.USUAL, list[str]()
+        self.products = cpu_products.USUAL
         # One row lets every layer allocate its pool: too little memory shows at load.
         position, slot = torch.zeros(1, dtype=torch.long), np.zeros(1, np.int64)
         row = position if self.is_first else torch.zeros(1, self.hidden_size, dtype=self.dtype)
         self.forward(row, position, causal_plan(slot[:0], slot))
-        if isinstance(attention, str):
-            name, backend, self.refused = self._select(attention)
-            self.set_backend(name, backend)
+        name, backend, self.refused = self._select(attention)
+        self.set_backend(name, backend)
 
     @classmethod
     def load(
@@ -122,7 +117,7 @@ class ModelSlice:
         quantization: str | None = None,
         device: torch.device | str = "cpu",
         num_slots: int,
-        attention: AttentionBackend | str = select.AUTO,
+        attention: str = select.AUTO,
         parallel: WholeSlice | None = None,
         kv_dtype: str = KV_PLAIN,
         context: int | None = None,
@@ -133,7 +128,7 @@ class ModelSlice:
             dtype: of the weights; None: that of the checkpoint.
             quantization: one of QUANTIZATIONS, for plain weights, or KEPT_FORMATS, for weights
                 that are stored so.
-            attention: the name of a backend, or a backend for this slice, without self-test.
+            attention: the name of a backend.
             parallel: load this device's part of the slice. Each `forward` then needs all devices.
             kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
             context: the longest sequence, in tokens, to which rotary frequencies belong that depend
@@ -162,7 +157,7 @@ class ModelSlice:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_slots: int,
-        attention: AttentionBackend | str = select.AUTO,
+        attention: str = select.AUTO,
     ) -> ModelSlice:
         """A slice of a model with this `config` and random weights, for measurements. All layers
         are created first, also those outside of `layers`."""

@@ -112,12 +112,9 @@ class LiveNodes:
     def _grow(self) -> None:
         old = len(self.node)
         for name in self._COLUMNS:
-            values = getattr(self, name)
-            more = np.full(old, FREE if name == "sequence" else 0)
-            setattr(self, name, np.concatenate((values, more)))
-        mask = np.zeros((2 * old, 2 * old), bool)
-        mask[:old, :old] = self.mask
-        self.mask = mask
+            filler = FREE if name == "sequence" else 0
+            setattr(self, name, np.pad(getattr(self, name), (0, old), constant_values=filler))
+        self.mask = np.pad(self.mask, (0, old))
         self._free = list(range(2 * old - 1, old - 1, -1))
 
     def check(self) -> None:

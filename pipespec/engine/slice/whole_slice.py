@@ -45,9 +45,6 @@ class WholeSlice:
         `units`. `keep` replaces layers, given of which parameters the model has what part."""
         keep(model, {})
 
-    def loaded(self, model: PreTrainedModel) -> None:
-        """After the weights are loaded."""
-
     def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
         """Before a batch is computed."""
 

@@ -7,6 +7,7 @@ The collectives are ours, as a sum must not depend on the batch (`sum_parts`) an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -17,16 +18,10 @@ from pipespec.engine.tensor_parallel.tp_cuts import Cut
 
 
 class TPGroup(Protocol):
-    """The members that compute a slice together; this one is number `rank` of `size`.
-
-    `supports_graphs`: a CUDA graph can contain `gather`.
-    """
+    """The members that compute a slice together; this one is number `rank` of `size`."""
 
     rank: int
     size: int
-
-    @property
-    def supports_graphs(self) -> bool: ...
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Every member's tensor, by rank; all have the same shape. Raises `RankFailed`."""
@@ -34,7 +29,11 @@ class TPGroup(Protocol):
 
 
 class TPBroadcastGroup(TPGroup, Protocol):
-    """A group whose member 0 can broadcast messages to the others."""
+    """A group whose member 0 can broadcast messages to the others. `supports_graphs`: a CUDA graph
+    can contain `gather`."""
+
+    @property
+    def supports_graphs(self) -> bool: ...
 
     def broadcast(self, message: Tensor) -> None:
         """Send bytes, uint8 `[length]`, from member 0. Raises `RankFailed`."""
@@ -51,10 +50,7 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     The all-reduce of a library divides the batch into pieces that are added in different orders;
     with three members or more, the position of a row would matter.
     """
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result
+    return reduce(torch.add, parts)
 
 
 def gather_columns(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> Tensor:

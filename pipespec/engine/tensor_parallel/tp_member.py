@@ -58,11 +58,6 @@ class TPMember(WholeSlice):
         assert group is None or (group.rank, group.size) == (self.rank, self.size)
         self._loading, self._group, self.sent = False, group, None
 
-    @property
-    def supports_graphs(self) -> bool:
-        """See `TPGroup`."""
-        return self._loading or self.group.supports_graphs
-
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """See `TPGroup`."""
         return [mine] * self.size if self._loading else self.group.gather(mine)
@@ -70,7 +65,7 @@ class TPMember(WholeSlice):
     # --- what a slice asks ------------------------------------------------------------------------
 
     def no_graphs(self) -> str:
-        if self.supports_graphs:
+        if self._loading or self.group.supports_graphs:
             return ""
         return "as the host adds up the results of its tensor-parallel members"
 
@@ -90,12 +85,10 @@ class TPMember(WholeSlice):
         mine = {name: parts[self.rank] for name, parts in self.plan.cuts.items()}
         tp_plan.cut_state(model, state, mine)
         tp_plan.shrink(model, mine)
-        keep(model, {name: cut.part for name, cut in mine.items()})
-        tp_plan.add_collectives(model, self, self.plan)
-
-    def loaded(self, model: PreTrainedModel) -> None:
         if self.rank:
             tp_plan.drop_summed_biases(model, self.plan)
+        keep(model, {name: cut.part for name, cut in mine.items()})
+        tp_plan.add_collectives(model, self, self.plan)
 
     def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
         if self.sent is not None:

@@ -39,9 +39,8 @@ class Pages:
     def reserve(self, sequences: int, positions: int) -> None:
         rows, columns = self.slots.shape
         if sequences > rows or positions > columns:
-            grown = np.zeros((max(sequences, rows), max(2 * columns, positions)), np.int64)
-            grown[:rows, :columns] = self.slots
-            self.slots = grown
+            more = max(sequences - rows, 0), max(columns, positions - columns)
+            self.slots = np.pad(self.slots, [(0, each) for each in more])
 
     def updates(self, plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
         """For each segment the first position that differs from what the workers have; and the

@@ -102,7 +102,8 @@ def _cuts_of(
     matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
     total = parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
     unit = units.rows if side == tp_cuts.OUT else units.columns
-    if _is_of_heads(model, name, rule):
+    owner = name.rpartition(".")[0].rpartition(".")[0]
+    if rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner)):
         heads, num_parts = model.config.num_attention_heads, size
         if name.rpartition(".")[0].endswith(_KV):
             heads = num_kv_heads(model.config)
@@ -133,11 +134,6 @@ def _rules(model: PreTrainedModel) -> dict[str, str]:
         if of_module is not None:
             found[module_name] = of_module
     return found
-
-
-def _is_of_heads(model: PreTrainedModel, name: str, rule: str) -> bool:
-    owner = name.rpartition(".")[0].rpartition(".")[0]
-    return rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner))
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
@@ -210,7 +206,7 @@ def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> Non
 
 
 def drop_summed_biases(model: PreTrainedModel, plan: TPPlan) -> None:
-    """After the weights are loaded: drop each bias that is added to a sum, which member 0 adds."""
+    """Before the weights load: drop each bias that is added to a sum, which member 0 adds."""
     for name, module in model.named_modules():
         if plan.rules.get(name) in tp_cuts.SUMMED and getattr(module, "bias", None) is not None:
             module.bias = None

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Reach
 from pipespec.engine.attention.triton_backend import HOPPER, OLDEST, TritonBackend
-from tests.helpers.plans import explicit, plans
+from tests.helpers.plans import explicit, given_rows, plans
 
 NUM_SLOTS = 300
 EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
@@ -27,18 +27,13 @@ EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
     st.sampled_from([OLDEST, HOPPER]),
 )
 def test_kernels_attend_as_defined(these, heads, dims, reach, softcap, sinks, dtype, capability):
-    rng = torch.Generator().manual_seed(1)
     backend = TritonBackend("cpu", NUM_SLOTS, capability)
-    learned = torch.randn(heads[0], generator=rng) if sinks else None
+    learned = torch.linspace(-1, 1, heads[0]) if sinks else None
     options = LayerOptions(0.3, reach.window, softcap, learned, reach.chunk)
     for plan in these:
-        rows = len(plan.write)
-        shapes = [(rows, heads[0], dims[0]), (rows, heads[1], dims[0]), (rows, heads[1], dims[1])]
-        pools = [(NUM_SLOTS + 1, heads[1], dim) for dim in dims]
-        query, key, value, keys, values = (
-            torch.randn(*shape, generator=rng).to(dtype) for shape in (*shapes, *pools)
+        query, key, value, pool = given_rows(
+            len(plan.write), NUM_SLOTS, 1, heads[1], heads[0], dims, dtype
         )
-        pool = LayerPool(keys, values)
         backend.prepare(plan)
         out = backend.attend(query, key, value, pool, options)
         assert pool.keys[plan.write].equal(key)
@@ -54,9 +49,7 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan):
     backend = TritonBackend("cpu", NUM_SLOTS)
     backend.prepare(plan)
     rows, padded = len(plan.write), backend.flat.capacity.rows
-    rng = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(padded, n, 16, generator=rng) for n in (4, 2, 2))
-    pool = LayerPool(*(torch.randn(NUM_SLOTS + 1, 2, 16, generator=rng) for _ in range(2)))
+    query, key, value, pool = given_rows(padded, NUM_SLOTS, dims=(16, 16))
     out = backend.attend(query, key, value, pool, LayerOptions(0.3))
     assert out.isfinite().all()
     expected = explicit(query[:rows], pool, plan, LayerOptions(0.3))

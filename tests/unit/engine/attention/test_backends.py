@@ -109,18 +109,3 @@ def test_zeros_and_numbers_of_any_type_are_stored(form):
     rows = torch.randn(2, 1, 8, dtype=torch.bfloat16)
     read = unpacked(packed(rows, POOL_TYPES[form]), torch.bfloat16)
     assert read.dtype == torch.bfloat16 and read.isfinite().all()
-
-
-@pytest.mark.parametrize("form", POOL_TYPES)
-def test_a_pool_takes_half_the_memory_of_16_bits(form):
-    like = torch.zeros(1, 4, 64, dtype=torch.bfloat16)
-    plain, narrow = (LayerPool.allocate(1000, like, like, kind) for kind in ("auto", form))
-    assert plain.num_bytes >= 1.9 * narrow.num_bytes
-    rows = torch.randn(5, 4, 64)
-    slots = torch.tensor([3, 900, 17, 0, 5])
-    narrow.store(slots, rows, 2 * rows)
-    keys, values = (unpacked(each, torch.float32) for each in (narrow.keys, narrow.values))
-    torch.testing.assert_close(values[slots], 2 * keys[slots], rtol=0.01, atol=0.01)
-    others = torch.ones(1001, dtype=torch.bool)
-    others[slots] = False
-    assert not keys[others].any()

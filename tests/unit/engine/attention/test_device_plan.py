@@ -5,46 +5,24 @@ from __future__ import annotations
 import numpy as np
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Reach, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Segment, plan_of
 from pipespec.engine.attention.device_plan import (
     MOST_SPLITS,
-    WORD,
     DevicePlan,
     PlanCapacity,
     TorchBackend,
 )
-from tests.helpers.plans import OPTIONS, explicit, given_rows, joined, plans, seen_by
+from tests.helpers.plans import OPTIONS, explicit, given_rows, plans
 
 NUM_SLOTS = 700
 
 
-@given(plans(NUM_SLOTS), st.sampled_from([None, 1, 6, 200]))
-def test_device_plan_equals_the_plan(plan: AttentionPlan, window: int | None) -> None:
-    flat = DevicePlan(
-        PlanCapacity(1, 1, 1, 1).grown(PlanCapacity.of(plan)), NUM_SLOTS, "cpu", (2, 3)
-    )
+@given(plans(NUM_SLOTS))
+def test_tiles_are_all_rows_each_once_and_none_of_two_segments(plan: AttentionPlan) -> None:
+    capacity = PlanCapacity(1, 1, 1, 1).grown(PlanCapacity.of(plan))
+    flat = DevicePlan(capacity, NUM_SLOTS, "cpu", (2, 3))
     flat.fill(plan)
-    rows = len(plan.write)
-    assert flat.write[:rows].tolist() == plan.write.tolist()
-    assert flat.write[rows:].eq(NUM_SLOTS).all()
-    expected = seen_by(plan, Reach(window))
-    for row in range(flat.capacity.rows):
-        at, first, prefix, tree, tree_first = (
-            int(column[row])
-            for column in (flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first)
-        )
-        seen = {}
-        for i in range(prefix + tree):
-            j = i - prefix
-            place = i if j < 0 else int(flat.tree_positions[tree_first + j])
-            bit = j < 0 or int(flat.mask[row, j // WORD]) >> (j % WORD) & 1
-            if bit and (window is None or at - place < window):
-                seen[int(flat.slots[first + i])] = place
-        assert prefix + tree <= flat.longest
-        assert seen == (expected[row] if row < rows else {NUM_SLOTS: 0})
-    # The tiles are all rows, each once, and none of two segments.
     for size, (tiles, splits) in flat.tilings.items():
         covered = []
         for first_row, count, parts in tiles.tolist():
@@ -75,7 +53,7 @@ def test_a_tile_has_programs_by_its_share_of_the_keys() -> None:
             )
             for i in range(len(rows))
         ]
-        plan = joined(parts, np.zeros(sum(rows), np.int64))
+        plan = plan_of(parts, np.zeros(sum(rows), np.int64))
         flat = DevicePlan(PlanCapacity.of(plan), len(slots), "cpu", (8,))
         flat.fill(plan)
         return flat.tilings[8].splits[np.cumsum(rows) - 1].tolist()
@@ -113,7 +91,7 @@ def test_a_last_request_without_tree_keys_reads_none() -> None:
     alone = Segment(
         slice(8, 9), np.array([3]), slots[8:12], slots[:0], slots[:0], np.zeros((1, 0), bool)
     )
-    plan = joined([tree, alone], slots[[*range(8), 11]])
+    plan = plan_of([tree, alone], slots[[*range(8), 11]])
     options = LayerOptions(0.3, window=2)
     query, key, value, pool = given_rows(9, NUM_SLOTS)
     backend = TorchBackend("cpu", NUM_SLOTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipespec.engine.attention import self_test
 from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
-from tests.helpers.plans import explicit, plans
+from tests.helpers.plans import explicit, given_rows, plans
 
 flashinfer = pytest.importorskip("flashinfer", reason="make test-flashinfer installs it")
 NUM_SLOTS = 300
@@ -90,17 +90,12 @@ def test_wrappers_attend_as_defined_plan_after_plan(
 ) -> None:
     backend = made()
     kinds = [LayerOptions(0.3), LayerOptions(0.3, reach.window, softcap, sinks, reach.chunk)]
-    rng = torch.Generator().manual_seed(1)
     for plan in these:
         backend.prepare(plan)
         for options in kinds:  # layers take turns
-            rows = len(plan.write)
-            shapes = [(rows, HEADS, DIM), (rows, KV_HEADS, DIM), (rows, KV_HEADS, VALUE_DIM)]
-            pools = [(NUM_SLOTS + 1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
-            query, key, value, keys, values = (
-                torch.randn(*shape, generator=rng) for shape in (*shapes, *pools)
+            query, key, value, pool = given_rows(
+                len(plan.write), NUM_SLOTS, heads=HEADS, dims=(DIM, VALUE_DIM)
             )
-            pool = LayerPool(keys, values)
             out = backend.attend(query, key, value, pool, options)
             assert pool.keys[plan.write].equal(key)
             expected = explicit(query, pool, plan, options)

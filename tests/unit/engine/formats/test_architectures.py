@@ -84,25 +84,24 @@ WHOLE = {
 }
 
 
-def test_the_config_of_the_text_part_takes_what_the_whole_config_has_for_it() -> None:
-    assert text_config(WHOLE) == {
-        "model_type": "gemma3_text",
-        "hidden_size": 8,
-        "eos_token_id": [1, 106],
-        "quantization_config": {"quant_method": "awq"},
-    }
-
-
-def test_a_text_config_without_a_type_has_the_usual_one() -> None:
-    whole = {"model_type": "mistral3", "text_config": {"hidden_size": 8}}
-    assert text_config(whole) == {"model_type": "mistral", "hidden_size": 8}
-
-
 @pytest.mark.parametrize(
-    "raw", [{"model_type": "llama"}, {"model_type": "paligemma", "text_config": INNER}]
+    ("raw", "found"),
+    [
+        (
+            WHOLE,
+            {**INNER, "eos_token_id": [1, 106], "quantization_config": {"quant_method": "awq"}},
+        ),
+        # Without a type it has the usual one; the config of another model stays as it is.
+        (
+            {"model_type": "mistral3", "text_config": {"hidden_size": 8}},
+            {"model_type": "mistral", "hidden_size": 8},
+        ),
+        ({"model_type": "llama"}, None),
+        ({"model_type": "paligemma", "text_config": INNER}, None),
+    ],
 )
-def test_the_config_of_another_model_stays_as_it_is(raw: dict[str, object]) -> None:
-    assert text_config(raw) is raw
+def test_the_config_of_the_text_part_takes_what_the_whole_config_has_for_it(raw, found) -> None:
+    assert text_config(raw) == (raw if found is None else found)
 
 
 def test_the_type_of_the_text_part_is_that_of_any_multimodal_model() -> None:
