@@ -3,7 +3,6 @@ begin after it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.openai_format import ChatFormat
-from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import HOLD, SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.reply_format import AnswerBlocks
 from pipespec.server.tool_parsers.families import FAMILIES
@@ -327,16 +324,14 @@ def test_grammar_begins_after_the_reasoning(
 
 
 def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) -> None:
-    grammar = grammar_from_regex("[0-9]+")
-    defaults = replace(dialects.DEFAULTS, sampling=SamplingParams(grammar=grammar))
     served = calling(demo, R1)
-    preparer = Preparer(served, defaults, ("demo",), None)
+    preparer = dialects.preparer(served, "decode.regex=[0-9]+")
     body: dict[str, Any] = {"messages": HELLO}
     assert fits(served, dialects.prepared(preparer, CHATS, body).parsed, "Hm.</think>12")
     with pytest.raises(ApiError, match="what the cluster's grammar describes ends by itself"):
         dialects.prepared(preparer, CHATS, body | {"ignore_eos": True})
     plain = dialects.prepared(preparer, "/v1/completions", {"prompt": "Hi"}).parsed
-    assert plain.sampling_params[0].grammar == grammar
+    assert plain.sampling_params[0].grammar == grammar_from_regex("[0-9]+")
 
 
 def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInfo) -> None:
