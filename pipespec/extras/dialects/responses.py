@@ -33,9 +33,10 @@ from pipespec.limits import MAX_COUNT
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
-    FUNCTION_NAME,
     MAX_TOOLS,
     Accepts,
+    Function,
+    FunctionName,
     RequestModel,
     TextOrParts,
     contents,
@@ -142,14 +143,10 @@ Item = Annotated[
 # --- requests ---------------------------------------------------------------------------------
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(Function):
     """A function that the model may call. `parameters` is a JSON schema."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(RequestModel):
@@ -185,9 +182,8 @@ class Reasoning(RequestModel):
     effort: ReasoningEffort | None = None
 
 
-class NamedFunction(RequestModel):
+class NamedFunction(FunctionName):
     type: Literal["function"]
-    name: str
 
     def translated(self) -> dict[str, Any]:
         return named_function(self.name)
