@@ -37,6 +37,7 @@ from pipespec.server.message_schema import (
     Accepts,
     Function,
     FunctionName,
+    OfFunction,
     RequestModel,
     TextOrParts,
     contents,
@@ -143,10 +144,8 @@ Item = Annotated[
 # --- requests ---------------------------------------------------------------------------------
 
 
-class FunctionTool(Function):
+class FunctionTool(Function, OfFunction):
     """A function that the model may call. `parameters` is a JSON schema."""
-
-    type: Literal["function"]
 
 
 class TextFormat(RequestModel):
@@ -182,9 +181,7 @@ class Reasoning(RequestModel):
     effort: ReasoningEffort | None = None
 
 
-class NamedFunction(FunctionName):
-    type: Literal["function"]
-
+class NamedFunction(FunctionName, OfFunction):
     def translated(self) -> dict[str, Any]:
         return named_function(self.name)
 
