@@ -92,7 +92,6 @@ def send_all_cases(place: Sandbox, server: Server, count: int) -> Fuzzed:
     """Send so many cases and end the server."""
     made, written = Fuzzed(), []
     stderr = server.process.stderr
-    assert stderr is not None
     # A full pipe would block a server that logs much.
     reader = threading.Thread(target=lambda: written.extend(stderr))
     reader.start()

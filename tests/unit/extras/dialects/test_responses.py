@@ -136,7 +136,6 @@ def test_conversation_is_continued_with_what_was_kept(
 ) -> None:
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
-    assert shape.kept is not None
     response, kept = shape.kept
     assert response == shape.id
     assert json.loads(kept.partition(b"\n")[0]) == reply
@@ -155,7 +154,6 @@ def test_conversation_is_continued_with_what_was_kept(
 def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Preparer) -> None:
     shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
     dialects.whole_of(shape, dialects.deltas("Hello."))
-    assert shape.kept is not None
     body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
     request = preparer.prepare(PATH, body, shape.kept[1])
     assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]
