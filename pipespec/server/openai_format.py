@@ -115,6 +115,9 @@ class OpenAIFormat(ReplyFormat):
     def _prompt_ids(self, choice: int) -> dict[str, Any]:
         return given(prompt_token_ids=self._ids(self.request.prompt_of(choice)))
 
+    def _new_ids(self, delta: OutputDelta) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self._with_ids and delta.token_ids else {}
+
     def _prompt_report(self, choice: int) -> list[dict[str, Any] | None] | None:
         most = self.request.prompt_logprobs
         if most is None:
@@ -165,7 +168,7 @@ class ChatFormat(OpenAIFormat):
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         choice, parts = delta.index, self.take(delta)
-        extra = {"token_ids": delta.token_ids} if self._with_ids and delta.token_ids else {}
+        extra = self._new_ids(delta)
         if delta.logprobs:
             extra["logprobs"] = self._reported(scored_tokens(delta))
         if extra and not parts:
@@ -248,7 +251,7 @@ class CompletionFormat(OpenAIFormat):
         if delta.prompt_logprobs:
             self._prompt_logprobs[choice] += delta.prompt_logprobs
             yield from self._echo_chunks(choice)
-        ids = {"token_ids": delta.token_ids} if self._with_ids and delta.token_ids else {}
+        ids = self._new_ids(delta)
         if delta.logprobs or delta.finish_reason or ids or text:
             logprobs = None
             if delta.logprobs:
