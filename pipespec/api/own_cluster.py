@@ -39,15 +39,10 @@ def overrides_of(
         )
     if "trace" in settings:
         raise ConfigError("An LLM has no setting 'trace'; leave it to `pipespec generate`.")
-    found: list[str] = []
-    if model is not None:
-        found.append(f"model.target={os.fspath(model)}")
-    if draft is not None:
-        found.append(f"model.draft={os.fspath(draft)}")
+    paths = {"model.target": model, "model.draft": draft, "cluster": hosts}
+    found = [f"{name}={os.fspath(path)}" for name, path in paths.items() if path is not None]
     if stages is not None:
         found.append(f"cluster.stages={stages}")
-    if hosts is not None:
-        found.append(f"cluster={os.fspath(hosts)}")
     return [*found, *(f"{name}={value_text(value)}" for name, value in settings.items())]
 
 

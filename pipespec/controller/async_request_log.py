@@ -106,7 +106,7 @@ class AsyncRedisConnection:
         except (redis.RedisError, OSError) as error:
             raise explain(self.url, error, ANSWER_TIMEOUT_S) from None
         if self._scripts:
-            loading = [("SCRIPT", "LOAD", s.source) for s in load_scripts().values()]
+            loading = [("SCRIPT", "LOAD", script) for script in load_scripts().values()]
             await self._exchange(loading, 0.0)
 
     async def _exchange(self, commands: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:

@@ -81,6 +81,8 @@ class EmbeddedRedis:
     folder, also over the end of the context, and password, port and certificate with them. Any
     thread may restart it."""
 
+    _scratch: TemporaryFolder  # while the context lasts
+
     def __init__(
         self,
         *,
@@ -103,7 +105,6 @@ class EmbeddedRedis:
         self._listeners: list[socket.socket] = []  # of the proxy
         self._port: int | None = None
         self._password = secrets.token_urlsafe(24)
-        self._scratch: TemporaryFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._spawner = Spawner()
         self._lock: int | None = None
@@ -112,7 +113,7 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Where to connect here, password included: not for messages or command lines."""
-        return f"unix://{self._folder / SOCKET}?password={self._password}"
+        return f"unix://{self._scratch.folder / SOCKET}?password={self._password}"
 
     def url_at(self, address: str) -> str:
         """Where to connect over TCP, password included, and with TLS the certificate to trust."""
@@ -123,19 +124,18 @@ class EmbeddedRedis:
         assert self._certificate
         return f"rediss://{place}?{self._certificate.url_options()}"
 
-    @property
-    def _folder(self) -> Path:
-        assert self._scratch, "the server is not started"
-        return self._scratch.folder
-
     def places(self) -> str:
         """Its log, its folder, and the room that is left there, for a message."""
-        folder = self._data or self._folder
+        folder = self._kept_in
         try:
             room = f"has {shutil.disk_usage(folder).free / 2**20:.0f} MiB left"
         except OSError as error:
             room = f"cannot be used: {error.strerror}"
-        return f"its log is {self._folder / LOG}, its folder {folder} {room}"
+        return f"its log is {self._scratch.folder / LOG}, its folder {folder} {room}"
+
+    @property
+    def _kept_in(self) -> Path:
+        return self._data or self._scratch.folder
 
     @property
     def port(self) -> int:
@@ -178,17 +178,19 @@ class EmbeddedRedis:
         """Ends the server if it still runs or hangs, and the process in front of it, and starts
         them with the same data, password, port and certificate; returns when the server answers.
         Raises ControllerError if it does not start, Unreachable if it does not answer."""
-        assert self._scratch, "the server is not started"
         # It may hang; an end by force loses nothing.
         self._stop(patience=0)
         self._start()
 
     def __enter__(self) -> Self:
         self._addresses = tuple(dict.fromkeys(map(resolve, self._addresses)))
+        self._held.callback(self._spawner.close)
         try:
             self._scratch = TemporaryFolder(SOCKET)
+            self._held.callback(self._scratch.close, STOP_TIMEOUT_S)
             if self._data:
                 self._lock = self._held.enter_context(locked(self._data))
+            self._held.callback(self._stop, STOP_TIMEOUT_S)
             known_port = self._choose_identity()
             for attempt in range(PORT_ATTEMPTS):
                 try:
@@ -203,18 +205,12 @@ class EmbeddedRedis:
                 port = self._port or known_port or None
                 write_identity(self._data, Identity(self._password, port, self._certificate))
         except BaseException:
-            self.__exit__()
+            self._held.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop(STOP_TIMEOUT_S)
-        self._spawner.close()
         self._held.close()
-        self._lock, self._listeners = None, []
-        if self._scratch:
-            self._scratch.close(STOP_TIMEOUT_S)
-            self._scratch = None
 
     def _choose_identity(self) -> int:
         """Sets password and certificate; the port that clients know, or 0."""
@@ -223,7 +219,7 @@ class EmbeddedRedis:
             self._password, self._certificate = kept.password, kept.certificate
         if self._tls:
             self._certificate = self._certificate or Certificate.make()
-            self._certificate.write(self._folder)
+            self._certificate.write(self._scratch.folder)
         return self._wanted_port or (kept.port if kept else None) or 0
 
     def _start(self) -> None:
@@ -238,15 +234,13 @@ class EmbeddedRedis:
                 self._held.enter_context(opened.pop_all())
             self._run()
         if self._listeners:
-            assert self._scratch
-            ours = self._listeners, self._folder / SOCKET, self._scratch.hold
-            self._proxy = self._spawner.make(lambda: tls_proxy.start(*ours))
+            ours = self._listeners, self._scratch.folder / SOCKET, self._scratch.hold
+            self._proxy = self._spawner.make(partial(tls_proxy.start, *ours))
 
     def _run(self) -> None:
         binary = find_redis()
-        assert self._scratch
-        remove_partial(self._data or self._folder)
-        with open(self._folder / LOG, "w+b") as log:
+        remove_partial(self._kept_in)
+        with open(self._scratch.folder / LOG, "w+b") as log:
             self._process = self._spawner.make(partial(self._spawn, binary, log))
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or
@@ -256,13 +250,12 @@ class EmbeddedRedis:
             self._await_answer(log)
 
     def _spawn(self, binary: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        assert self._scratch
         return subprocess.Popen(
             [binary, "-"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            cwd=self._folder,
+            cwd=self._scratch.folder,
             umask=0o077,
             pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
             # Ctrl-C on the terminal is for us; we stop the server last.
@@ -282,12 +275,13 @@ class EmbeddedRedis:
         self._process = self._proxy = self._front_stopped_at = None
 
     def _configuration(self) -> str:
+        folder = self._scratch.folder
         lines = [
-            f"unixsocket {_quoted(self._folder, SOCKET)}",
+            f"unixsocket {_quoted(folder, SOCKET)}",
             "unixsocketperm 700",
             "protected-mode yes",
             f'requirepass "{self._password}"',
-            f"dir {_quoted(self._data or self._folder)}",
+            f"dir {_quoted(self._kept_in)}",
             'save ""',
             "appendonly yes",
             # Every command is written to the file before its reply, so a killed server loses
@@ -312,9 +306,9 @@ class EmbeddedRedis:
                 "port 0",
                 f"tls-port {self._port}",
                 f"tls-protocols {TLS_1_3_NAME}",
-                f"tls-cert-file {_quoted(self._folder, CERT)}",
-                f"tls-key-file {_quoted(self._folder, KEY)}",
-                f"tls-ca-cert-file {_quoted(self._folder, CERT)}",
+                f"tls-cert-file {_quoted(folder, CERT)}",
+                f"tls-key-file {_quoted(folder, KEY)}",
+                f"tls-ca-cert-file {_quoted(folder, CERT)}",
                 # Clients prove themselves with the password.
                 "tls-auth-clients no",
             ]

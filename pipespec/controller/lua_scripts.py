@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +51,16 @@ _REFUSED = re.compile(rf"\b({'|'.join(WRITES_REFUSED)})\b")
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Script:
-    """One transition, its includes resolved. `sha` is the name under which Redis runs it."""
-
-    name: str
-    source: str
-
-    @cached_property
-    def sha(self) -> str:
-        return hashlib.sha1(self.source.encode()).hexdigest()
+@cache
+def load_scripts() -> Mapping[str, str]:
+    """The text of every transition by its name, includes resolved: one per file in `lua/`."""
+    return {path.stem: resolve(path) for path in sorted(resource_dir("lua").glob("*.lua"))}
 
 
 @cache
-def load_scripts() -> Mapping[str, Script]:
-    """Every transition by name: one per file in `lua/`."""
-    folder = resource_dir("lua")
-    return {path.stem: Script(path.stem, resolve(path)) for path in sorted(folder.glob("*.lua"))}
+def _sha(script: str) -> str:
+    """The name under which Redis runs a transition."""
+    return hashlib.sha1(load_scripts()[script].encode()).hexdigest()
 
 
 def resolve(path: Path) -> str:
@@ -88,7 +80,7 @@ def resolve(path: Path) -> str:
 
 
 def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:
-    return ("EVALSHA", load_scripts()[script].sha, len(keys), *keys, *arguments)
+    return ("EVALSHA", _sha(script), len(keys), *keys, *arguments)
 
 
 def translate(error: redis.ResponseError) -> ControllerError:

@@ -89,7 +89,7 @@ class RedisConnection:
 
     def load_scripts(self) -> None:
         for script in load_scripts().values():
-            self.send("SCRIPT", "LOAD", script.source)
+            self.send("SCRIPT", "LOAD", script)
         self.flush()
 
     def flush(self) -> None:

@@ -162,6 +162,12 @@ class Message(RequestModel):
 # --- tools ------------------------------------------------------------------------------------
 
 
+class OfFunction(RequestModel):
+    """What may be of other types elsewhere. As the last base its field is checked first."""
+
+    type: Literal["function"]
+
+
 class Function(RequestModel):
     """A function that may be called. `parameters` is a JSON schema."""
 
@@ -171,8 +177,7 @@ class Function(RequestModel):
     strict: bool | None = None
 
 
-class Tool(RequestModel):
-    type: Literal["function"]
+class Tool(OfFunction):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
@@ -191,8 +196,7 @@ class FunctionName(RequestModel):
     name: str
 
 
-class NamedTool(RequestModel):
-    type: Literal["function"]
+class NamedTool(OfFunction):
     function: FunctionName
 
 

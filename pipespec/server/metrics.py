@@ -114,14 +114,11 @@ def _shared(status: ClusterStatus) -> Iterable[Metric]:
         yield Gauge("kv_cache_usage_perc", "Share of KV slots in use, 0 to 1", share)
         sizes = {"block_size": "1", "num_gpu_blocks": str(state["kv_slots"])}
         yield _infos("cache_config_info", "KV slots, as blocks of one token", [sizes])
-    for name, text, count in (
-        ("prefix_cache_queries", "Prompt tokens looked up", "cache_queries"),
-        ("prefix_cache_hits", "Prompt tokens found in KV", "cache_hits"),
-        ("num_preemptions", "Requests that were preempted", "preemptions"),
-        ("spec_decode_num_drafts", "Draft rounds", "rounds"),
-        ("spec_decode_num_draft_tokens", "Draft tokens verified", "draft_rows"),
-    ):
-        yield Counter(name, text, totals[count])
+    yield Counter("prefix_cache_queries", "Prompt tokens looked up", totals["cache_queries"])
+    yield Counter("prefix_cache_hits", "Prompt tokens found in KV", totals["cache_hits"])
+    yield Counter("num_preemptions", "Requests that were preempted", totals["preemptions"])
+    yield Counter("spec_decode_num_drafts", "Draft rounds", totals["rounds"])
+    yield Counter("spec_decode_num_draft_tokens", "Draft tokens verified", totals["draft_rows"])
     yield Counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", sum(hits.values()))
     by_position = {depth - 1: count for depth, count in hits.items()}
     name = "spec_decode_num_accepted_tokens_per_pos"
@@ -140,18 +137,12 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
     totals, state = status.totals, status.state
     yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
     yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
-    for name, text in (
-        ("kv_slots", "KV slots of every stage"),
-        ("kv_slots_held", "KV slots in use"),
-        ("kv_slots_retained", "KV slots of the prefix cache"),
-        ("row_budget", "Rows per step, not counting prefill"),
-    ):
-        yield Gauge(name, text, state.get(name))
-    for name, text, count in (
-        ("steps", "Steps with rows", "steps"),
-        ("decided_tokens", "Tokens generated for all clients", "tokens"),
-    ):
-        yield Counter(name, text, totals[count])
+    yield Gauge("kv_slots", "KV slots of every stage", state.get("kv_slots"))
+    yield Gauge("kv_slots_held", "KV slots in use", state.get("kv_slots_held"))
+    yield Gauge("kv_slots_retained", "KV slots of the prefix cache", state.get("kv_slots_retained"))
+    yield Gauge("row_budget", "Rows per step, not counting prefill", state.get("row_budget"))
+    yield Counter("steps", "Steps with rows", totals["steps"])
+    yield Counter("decided_tokens", "Tokens generated for all clients", totals["tokens"])
     names = {"decided": "root_rows", "prompt": "prompt_rows", "draft": "draft_rows"}
     rows = {kind: totals[name] for kind, name in names.items()}
     yield _labelled("rows", "Rows, by kind", "kind", rows)
@@ -161,15 +152,13 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
         ("draft_hits_expected", "Acceptances that the proposer predicted, by depth", "expected"),
     ):
         yield _labelled(name, text, "depth", _by_number(status, count))
-    for name, text, count in (
-        ("mid_passes", "Passes of the mid-size model", "mid_passes"),
-        ("mid_scored", "Nodes that the mid-size model scored", "scored"),
-    ):
-        yield Counter(name, text, totals[count] or None)  # only some clusters have one
+    # Only some clusters have one.
+    yield Counter("mid_passes", "Passes of the mid-size model", totals["mid_passes"] or None)
+    yield Counter("mid_scored", "Nodes that the mid-size model scored", totals["scored"] or None)
     yield _infos("rank_info", "How each rank computes", _rank_infos(status))
     yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
-    text = "Share of time with requests spent computing"
-    yield _labelled("stage_busy_share", text, "stage", status.busy, Gauge)
+    share = "Share of time with requests spent computing"
+    yield _labelled("stage_busy_share", share, "stage", status.busy, Gauge)
     for name, text in (
         ("active", "Time with requests"),
         ("busy", "Time spent computing"),

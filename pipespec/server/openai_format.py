@@ -113,10 +113,10 @@ class OpenAIFormat(ReplyFormat):
         return [*token_ids] if self._with_ids else None
 
     def _prompt_ids(self, choice: int) -> dict[str, Any]:
-        return self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
+        return given(prompt_token_ids=self._ids(self.request.prompt_of(choice)))
 
-    def _ids_field(self, name: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {name: token_ids} if self._with_ids and token_ids else {}
+    def _new_ids(self, delta: OutputDelta) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self._with_ids and delta.token_ids else {}
 
     def _prompt_report(self, choice: int) -> list[dict[str, Any] | None] | None:
         most = self.request.prompt_logprobs
@@ -150,17 +150,14 @@ class ChatFormat(OpenAIFormat):
             {
                 "index": i,
                 "message": self._message(i),
-                "logprobs": self._reported(i, self._logprobs[i]),
+                "logprobs": self._reported(self._logprobs[i]),
                 "finish_reason": self._reason(i),
                 **given(token_ids=self._ids(self._token_ids[i])),
             }
             for i in range(len(self.answers))
         ]
-        about_prompt = given(
-            prompt_logprobs=self._prompt_report(0),
-            prompt_token_ids=self._ids(self.request.prompts[0]),
-        )
         reply = {"object": "chat.completion", "choices": choices, "usage": self.usage}
+        about_prompt = given(prompt_logprobs=self._prompt_report(0)) | self._prompt_ids(0)
         return {**self.shared, **reply, **about_prompt}
 
     def first_events(self) -> Iterator[bytes]:
@@ -171,9 +168,9 @@ class ChatFormat(OpenAIFormat):
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         choice, parts = delta.index, self.take(delta)
-        extra = self._ids_field("token_ids", delta.token_ids)
+        extra = self._new_ids(delta)
         if delta.logprobs:
-            extra["logprobs"] = self._reported(choice, scored_tokens(delta))
+            extra["logprobs"] = self._reported(scored_tokens(delta))
         if extra and not parts:
             yield self._part(choice, {"delta": {"content": ""}}, **extra)
         for part in parts:
@@ -208,10 +205,8 @@ class ChatFormat(OpenAIFormat):
         called = reason == "stop" and not named and self.answers[choice].calls
         return "tool_calls" if called else reason
 
-    def _reported(
-        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
-    ) -> dict[str, Any] | None:
-        if not self.wants_logprobs(choice):
+    def _reported(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
             return None
         content = [token_logprob(self.tokenizer, *each) for each in tokens]
         return {"content": content, "refusal": None}
@@ -226,7 +221,7 @@ class CompletionFormat(OpenAIFormat):
         super().__init__(*answered, **options)
         self._offsets = [
             TokenOffsets(self.tokenizer, self.request.prompt_of(i), len(self._echo(i)))
-            for i in range(len(self.answers) if self.wants_logprobs(0) else 0)
+            for i in range(len(self.answers) if self.wants_logprobs else 0)
         ]
         self._begun = [False for _ in self.answers]  # whether a chunk was sent
 
@@ -237,11 +232,9 @@ class CompletionFormat(OpenAIFormat):
                 "text": self._echo(i) + answer.text_of("text"),
                 "logprobs": self._all_logprobs(i),
                 "finish_reason": self._reason(i),
-                **given(
-                    prompt_logprobs=self._prompt_report(i),
-                    prompt_token_ids=self._ids(self.request.prompt_of(i)),
-                    token_ids=self._ids(self._token_ids[i]),
-                ),
+                **given(prompt_logprobs=self._prompt_report(i)),
+                **self._prompt_ids(i),
+                **given(token_ids=self._ids(self._token_ids[i])),
             }
             for i, answer in enumerate(self.answers)
         ]
@@ -258,7 +251,7 @@ class CompletionFormat(OpenAIFormat):
         if delta.prompt_logprobs:
             self._prompt_logprobs[choice] += delta.prompt_logprobs
             yield from self._echo_chunks(choice)
-        ids = self._ids_field("token_ids", delta.token_ids)
+        ids = self._new_ids(delta)
         if delta.logprobs or delta.finish_reason or ids or text:
             logprobs = None
             if delta.logprobs:
@@ -272,7 +265,7 @@ class CompletionFormat(OpenAIFormat):
     def _echo_chunks(self, choice: int) -> Iterator[bytes]:
         if not self.request.echo_texts:
             return
-        if not self.wants_logprobs(choice):
+        if not self.wants_logprobs:
             yield self._text(choice, self._echo(choice))
         elif len(self._prompt_logprobs[choice]) == len(self.request.prompt_of(choice)) - 1:
             logprobs = self._report(*self._prompt_tokens(choice))
@@ -294,7 +287,7 @@ class CompletionFormat(OpenAIFormat):
         return self._part(choice, {"text": text}, logprobs, reason, **fields)
 
     def _all_logprobs(self, choice: int) -> dict[str, Any] | None:
-        if not self.wants_logprobs(choice):
+        if not self.wants_logprobs:
             return None
         offsets, tokens = self._answer_tokens(choice, self._logprobs[choice])
         if self.request.echo_texts:

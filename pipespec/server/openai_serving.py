@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import secrets
 from collections import deque
 from concurrent.futures import Future
@@ -19,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipespec.client.async_client import AsyncClient
-from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
 from pipespec.server.api_errors import (
@@ -38,7 +36,6 @@ from pipespec.server.preparation import (
     Preparer,
     check_model,
 )
-from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_stream import (
     AdmissionQueue,
     CompletionEvents,
@@ -91,7 +88,7 @@ class OpenAIServing:
         self._secret = secrets.token_bytes(32)
         self._pool = pool
         self._running = client.running
-        self._newest_preparer = self._build_preparer()
+        self._newest_preparer = pool.warm_up(Preparer(client.running, options))
         self.open: set[ResponseStream] = set()  # those that are answered now
         self.ending = False  # whether streams without an end should end
 
@@ -205,17 +202,8 @@ class OpenAIServing:
     def _preparer(self) -> Future[Preparer]:
         if self._running is not self.client.running:
             self._running = self.client.running
-            self._newest_preparer = self._build_preparer()
+            self._newest_preparer = self._pool.warm_up(Preparer(self._running, self.options))
         return self._newest_preparer
-
-    def _build_preparer(self) -> Future[Preparer]:
-        return self._pool.build(
-            self._running.served,
-            RequestDefaults.of_cluster(self._running),
-            self.options.names,
-            self.options.tool_call_parser,
-            _fingerprint(self._running),
-        )
 
     # --- requests from before -----------------------------------------------------------------
 
@@ -304,9 +292,3 @@ class OpenAIServing:
         except ControllerError as error:
             raise api_error_of(error) from None
         return {"status": "ok"}
-
-
-def _fingerprint(running: RunningCluster) -> str:
-    """What changes when the model or settings of the cluster do."""
-    parts = json.dumps([running.served.target, *running.overrides])
-    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:10]}"

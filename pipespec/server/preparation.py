@@ -9,6 +9,8 @@ the GIL; templates and validators take turns with the loop. Parsing JSON does no
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -21,11 +23,12 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
-from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import RunningCluster
 from pipespec.server.api_errors import ApiError, validation_failed
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.dialect import DialectBody, Translation, body_routes
-from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
+from pipespec.server.options import ServerOptions
+from pipespec.server.request_parsing import ParsedRequest, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -76,8 +79,8 @@ class PreparationPool:
         self._most_of_one = max(most - 1, min(most, 2))
         self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    def build(self, *arguments: Any) -> Future[Preparer]:
-        return self._threads.submit(Preparer, *arguments)
+    def warm_up(self, preparer: Preparer) -> Future[Preparer]:
+        return self._threads.submit(preparer.warmed_up)
 
     async def prepare(
         self,
@@ -121,19 +124,18 @@ class PreparationPool:
 class Preparer:
     """Prepares the requests to one server, also several at a time."""
 
-    def __init__(
-        self,
-        served: ModelInfo,
-        defaults: RequestDefaults,
-        names: tuple[str, ...],
-        tool_parser: str | None,
-        fingerprint: str = "",
-    ):
-        self._names = names
-        self._served = served
-        self._fingerprint = fingerprint
-        self._parser = RequestParser(served, defaults, tool_parser)
-        served.tokenizer.encode("a")  # builds it, before any request is timed
+    def __init__(self, running: RunningCluster, options: ServerOptions):
+        self._names = options.names
+        self._served = running.served
+        # It changes when the model or settings of the cluster do.
+        parts = json.dumps([running.served.target, *running.overrides]).encode()
+        self._fingerprint = f"fp_{hashlib.sha256(parts).hexdigest()[:10]}"
+        self._parser = RequestParser(running, options.tool_call_parser)
+
+    def warmed_up(self) -> Preparer:
+        """The same, with its tokenizer built before any request is timed."""
+        self._served.tokenizer.encode("a")
+        return self
 
     def prepare(self, path: str, body: bytes, kept: bytes | None = None) -> Prepared:
         """Prepare the body of a request to a route; if nothing is to be generated, the result is

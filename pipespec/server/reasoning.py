@@ -21,29 +21,19 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 class Tagged:
-    """`<think>...</think>` and then the answer, without white space around the reasoning. With
-    `begun` the prompt has the opening tag, with `amid` reasoning behind it too. Otherwise an answer
-    that does not begin with it is held for `hold` characters (None: to its end), as a closing tag
-    among them ends reasoning too; behind them all is text, or with `thinks` reasoning."""
+    """`<think>...</think>` and then the answer, without white space around the reasoning. An answer
+    that does not begin with the opening tag is held for `ReasoningUse.hold` characters, as a
+    closing tag among them ends reasoning too."""
 
-    def __init__(
-        self,
-        opening: str,
-        closing: str,
-        *,
-        begun: bool,
-        amid: bool,
-        hold: int | None,
-        thinks: bool,
-    ):
-        self._opening, self._closing = opening, closing
-        self._tags = re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
-        self._hold, self._thinks = hold, thinks
-        self._inside = begun
-        self._before = not begun  # whether the opening tag may still come
+    def __init__(self, use: ReasoningUse):
+        self._opening, self._closing = TAGS[use.family]
+        self._tags = re.compile("|".join(map(re.escape, TAGS[use.family])))
+        self._hold, self._thinks = use.hold, use.thinks
+        self._inside = use.begun
+        self._before = not use.begun  # whether the opening tag may still come
         self._searched = 0  # characters of an answer that does not begin with it
         self._held = ""  # what may belong to a tag, or is blank at an edge
-        self._trims = begun and not amid  # whether blanks that come next are left out
+        self._trims = use.begun and not use.amid  # whether blanks that come next are left out
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -121,17 +111,16 @@ class Harmony:
     """`<|channel|>analysis<|message|>...<|end|>` and so on: the channel analysis is reasoning, what
     is for a function a call, all else text.
 
-    With `calls` False a call is text, as no tool was offered. With `begun` the prompt ends within
-    a message, which the answer continues, with `amid` within one of reasoning.
+    With `calls` False a call is text, as no tool was offered.
     """
 
-    def __init__(self, *, calls: bool, begun: bool, amid: bool):
+    def __init__(self, use: ReasoningUse, calls: bool):
         self._calls = calls
         self._held = ""
         # Of the message that begins; None: its text has begun.
-        self._header: str | None = None if begun else ""
-        self._in_messages = begun
-        self._kind: BlockKind = "reasoning" if amid else "text"
+        self._header: str | None = None if use.begun else ""
+        self._in_messages = use.begun
+        self._kind: BlockKind = "reasoning" if use.amid else "text"
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -197,7 +186,7 @@ class ReasoningUse:
     """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag, or for
     gpt-oss ends within the message that the answer continues; `amid`: it ends amid reasoning.
     An answer without an opening tag is held for `hold` characters (None: to its end) for a closing
-    one; with `thinks` what is longer is reasoning."""
+    one; behind them all is text, or with `thinks` reasoning."""
 
     family: Family
     begun: bool = False
@@ -213,10 +202,7 @@ class ReasoningUse:
         return TAGS.get(self.family, SPECIAL)
 
     def splitter(self, *, calls: bool) -> Tagged | Harmony:
-        if self.family == "gpt_oss":
-            return Harmony(calls=calls, begun=self.begun, amid=self.amid)
-        tags = TAGS[self.family]
-        return Tagged(*tags, begun=self.begun, amid=self.amid, hold=self.hold, thinks=self.thinks)
+        return Harmony(self, calls) if self.family == "gpt_oss" else Tagged(self)
 
     def grammar(self, tokenizer: Tokenizer, grammar: str) -> str:
         ids = {text: token for token, text in special_markers(tokenizer, self.special).items()}

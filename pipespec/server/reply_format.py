@@ -171,11 +171,12 @@ class ReplyFormat(ABC):
 
     @property
     def has_logprobs(self) -> bool:
-        choices = range(len(self.request.sampling_params))
-        return self.request.prompt_logprobs is not None or any(map(self.wants_logprobs, choices))
+        return self.request.prompt_logprobs is not None or self.wants_logprobs
 
-    def wants_logprobs(self, choice: int) -> bool:
-        return self.request.sampling_params[choice].logprobs is not None
+    @property
+    def wants_logprobs(self) -> bool:
+        """Those of the answers' tokens; all answers to a request have the same."""
+        return self.request.sampling_params[0].logprobs is not None
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
         """Add a delta to its answer; what is new in the answer's blocks.

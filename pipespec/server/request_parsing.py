@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipespec.client.answers import fresh_seed, seeds_from
-from pipespec.client.model_info import ModelInfo, PromptTooLong
+from pipespec.client.model_info import PromptTooLong
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.core import SamplingParams
@@ -28,38 +28,6 @@ from pipespec.text import decode
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
 TOO_LONG = "context_length_exceeded"
-
-
-@dataclass(frozen=True)
-class RequestDefaults:
-    """The values of fields that a request leaves out: OpenAI's defaults, but for settings of
-    `sampling` and `decode` with which the cluster was started.
-
-    `seed` and `max_tokens` are None unless the cluster's settings name them.
-    """
-
-    sampling: SamplingParams
-    seed: int | None
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    priority: int
-
-    @classmethod
-    def of_cluster(cls, running: RunningCluster) -> RequestDefaults:
-        settings = RequestSettings.on(running, [])
-        names = {text.partition("=")[0] for text in running.overrides}
-        sampling, decode = settings.params(0), settings.decode
-        if not names & {"sampling", "sampling.temperature"}:
-            sampling = replace(sampling, temperature=1.0)
-        return cls(
-            sampling,
-            settings.sampling.seed,
-            decode.max_new_tokens if "decode.max_new_tokens" in names else None,
-            tuple(decode.stop),
-            decode.ignore_eos,
-            decode.priority,
-        )
 
 
 @dataclass(frozen=True)
@@ -95,15 +63,20 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parses the requests to one model."""
+    """Parses the requests to one cluster. Fields that a request leaves out have OpenAI's defaults,
+    but for settings of `sampling` and `decode` with which the cluster was started."""
 
-    def __init__(
-        self, served: ModelInfo, defaults: RequestDefaults, tool_parser: str | None = None
-    ):
-        self._served = served
-        self._defaults = defaults
+    def __init__(self, running: RunningCluster, tool_parser: str | None = None):
+        self._served = running.served
         self._tool_parser = tool_parser
-        self._grammars = served.grammars()
+        self._grammars = running.served.grammars()
+        self._settings = settings = RequestSettings.on(running, [])
+        named = {text.partition("=")[0] for text in running.overrides}
+        self._sampling = settings.params(0)
+        if not named & {"sampling", "sampling.temperature"}:
+            self._sampling = replace(self._sampling, temperature=1.0)
+        max_new_tokens = settings.decode.max_new_tokens
+        self._default_tokens = max_new_tokens if "decode.max_new_tokens" in named else None
 
     def parse(self, body: GenerationRequest, *, clamps: bool = False) -> ParsedRequest:
         """Parse a request. With `clamps` a limit of tokens beyond the context is lowered, and
@@ -125,7 +98,7 @@ class RequestParser:
             body,
             [prompt],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            max_tokens=newer or body.max_tokens or self._defaults.max_tokens,
+            max_tokens=newer or body.max_tokens or self._default_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             clamps=clamps,
         )
@@ -155,7 +128,7 @@ class RequestParser:
         ]
         max_tokens = body.max_tokens
         if max_tokens is None:
-            max_tokens = self._defaults.max_tokens or (None if clamps else COMPLETION_TOKENS)
+            max_tokens = self._default_tokens or (None if clamps else COMPLETION_TOKENS)
         parsed = self._parse(
             body,
             prompts,
@@ -201,15 +174,15 @@ class RequestParser:
         max_tokens_field: str = "max_tokens",
         clamps: bool,
     ) -> ParsedRequest:
-        served, defaults = self._served, self._defaults
+        served, decode = self._served, self._settings.decode
         if clamps and max_tokens is not None:
             max_tokens = min(max_tokens, served.context - max(map(len, prompts)))
         n = body.n or 1
-        ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
+        ignore_eos = decode.ignore_eos if body.ignore_eos is None else body.ignore_eos
         eos = () if ignore_eos else served.eos
         counts = [logprobs if echo_texts else None, body.prompt_logprobs]
         sampling = replace(
-            _sampling_params(body, defaults.sampling),
+            _sampling_params(body, self._sampling),
             logprobs=logprobs,
             prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
@@ -220,7 +193,7 @@ class RequestParser:
             check_vocabulary(sampling, served.vocab_size, section="")
         except ConfigError as error:
             raise invalid_field(str(error)) from None
-        seed = defaults.seed if body.seed is None else body.seed
+        seed = self._settings.sampling.seed if body.seed is None else body.seed
         return ParsedRequest(
             prompts=tuple(map(tuple, prompts)),
             echo_texts=echo_texts,
@@ -234,9 +207,9 @@ class RequestParser:
                 self._max_tokens(len(prompt), max_tokens, body.min_tokens or 0, max_tokens_field)
                 for prompt in prompts
             ),
-            stop=(*(body.stop or defaults.stop),),
+            stop=(*(body.stop or decode.stop),),
             eos=(*eos, *(token for token in stop_ids if token not in eos)),
-            priority=defaults.priority if body.priority is None else body.priority,
+            priority=decode.priority if body.priority is None else body.priority,
             prompt_logprobs=body.prompt_logprobs,
             cache_salt=body.cache_salt or "",
         )
@@ -266,7 +239,7 @@ class RequestParser:
             constraint = output_constraint(body.response_format, body.structured_outputs)
         if constraint is not None:
             grammar, described = constraint.grammar(self._grammars), constraint.param
-        elif grammar := self._defaults.sampling.grammar:
+        elif grammar := self._settings.grammar:
             described = "the cluster's grammar"
         else:
             return parsed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -84,22 +85,20 @@ class StructuredOutputs(RequestModel):
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """What an answer must match: `value`, as the field `param` gives it. `to_grammar`, which may
-    raise GrammarFailed, makes a grammar's text of it."""
+    """What an answer must match, as the field `param` says it. `text`, which may raise
+    GrammarFailed, makes the grammar's text."""
 
     param: str
-    to_grammar: Callable[[Any], str]
-    value: Any
+    text: Callable[[], str]
 
     def grammar(self, grammars: Grammars) -> str:
         try:
             if not installed():
                 raise GrammarFailed("the server lacks llguidance; install pipespec[grammar] there")
-            text = self.to_grammar(self.value)
-            grammars.check(text)
-            return text
+            grammars.check(text := self.text())
         except GrammarFailed as error:
             raise invalid_field(f"{self.param} cannot be followed: {error}.") from None
+        return text
 
 
 def output_constraint(
@@ -116,16 +115,17 @@ def output_constraint(
     if outputs is not None:
         name = outputs.given[0]
         value = ANY_OBJECT if name == "json_object" else getattr(outputs, name)
-        return OutputConstraint("structured_outputs", GRAMMARS[name.partition("_")[0]], value)
+        make = partial(GRAMMARS[name.partition("_")[0]], value)
+        return OutputConstraint("structured_outputs", make)
     if response_format is not None and formatted:
-        schema = response_format.effective_schema
-        return OutputConstraint("response_format", GRAMMARS["json"], schema)
+        make = partial(GRAMMARS["json"], response_format.effective_schema)
+        return OutputConstraint("response_format", make)
     return None
 
 
 def tool_calls_constraint(tools: Sequence[Tool], *, several: bool) -> OutputConstraint:
     """A list of calls of these tools: one, or if `several` any number but none."""
-    return OutputConstraint("tools", lambda called: _calls_grammar(called, several), tools)
+    return OutputConstraint("tools", partial(_calls_grammar, tools, several))
 
 
 def _calls_grammar(tools: Sequence[Tool], several: bool) -> str:

@@ -58,7 +58,8 @@ class AdmissionQueue:
         ):
             total = waiting.total()
             if total and total + more > most and waiting[tenant] + more > most * share:
-                raise _full(what.format(total, most))
+                why = f"The queue is full: {what.format(total, most)}; try again in a moment."
+                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, why, code="queue_full")
         self.requests[tenant] += requests
         self.tokens[tenant] += tokens
         return QueueEntry(self, tenant, requests, tokens)
@@ -86,14 +87,6 @@ class QueueEntry:
             counts[self.tenant] -= fewer
             if not counts[self.tenant]:
                 del counts[self.tenant]
-
-
-def _full(why: str) -> ApiError:
-    return ApiError(
-        HTTPStatus.TOO_MANY_REQUESTS,
-        f"The queue is full: {why}; try again in a moment.",
-        code="queue_full",
-    )
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.core import SamplingParams
 from pipespec.server.dialect import body_routes
+from pipespec.server.options import ServerOptions
 from pipespec.server.preparation import PreparedRequest, Preparer
 from pipespec.server.reply_format import OutputDelta
-from pipespec.server.request_parsing import RequestDefaults
-
-DEFAULTS = RequestDefaults(
-    SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
-)
 
 
 def entry_of(served: ModelInfo) -> RunningCluster:
@@ -29,8 +25,9 @@ def entry_of(served: ModelInfo) -> RunningCluster:
     )
 
 
-def preparer(served: ModelInfo) -> Preparer:
-    return Preparer(served, DEFAULTS, ("demo",), None)
+def preparer(served: ModelInfo, *overrides: str) -> Preparer:
+    running = replace(entry_of(served), overrides=overrides)
+    return Preparer(running, ServerOptions(("demo",))).warmed_up()
 
 
 def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedRequest:

@@ -14,7 +14,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
-from pipespec.server.api_server import bind_listener, run_api_server
+from pipespec.server.api_server import ClusterWatch, bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
 from tests.helpers import dialects
 from tests.helpers.log import accept, head_of, take
@@ -53,24 +53,39 @@ def play(
 ) -> None:
     """Run a server in this process while `story` plays its head and its client."""
 
-    async def run() -> None:
-        with head_of(redis, NAMESPACE) as head, bind_listener("127.0.0.1", 0) as listener:
-            running = cluster_of(redis, served)
-            ready = asyncio.Event()
+    async def script(http: httpx2.AsyncClient) -> None:
+        while (await http.get("/health")).status_code == 503:
+            pass
+        try:
+            await story(Scene(head, http))
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    with head_of(redis, NAMESPACE) as head:
+        running = cluster_of(redis, served)
+        run_server(lambda: running, script, **options)
+
+
+def run_server(
+    watch: ClusterWatch, script: Callable[[httpx2.AsyncClient], Awaitable[None]], **options: Any
+) -> tuple[int | None, list[RunningCluster]]:
+    """Run a server in this process until `script`, its client, ends it; what the server returns,
+    and the clusters that it announced."""
+    announced: list[RunningCluster] = []
+
+    async def run() -> int | None:
+        with bind_listener("127.0.0.1", 0) as listener:
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
             server = asyncio.ensure_future(
-                run_api_server(lambda: running, chosen, listener, lambda _: ready.set())
+                run_api_server(watch, chosen, listener, announced.append)
             )
-            await asyncio.wait_for(ready.wait(), PATIENCE_S)
+            await asyncio.sleep(0)  # it listens from now on
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            try:
-                async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-                    await asyncio.wait_for(story(Scene(head, http)), PATIENCE_S)
-            finally:
-                signal.raise_signal(signal.SIGTERM)
-                await server
+            async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+                await asyncio.wait_for(script(http), PATIENCE_S)
+            return await server
 
-    asyncio.run(run())
+    return asyncio.run(run()), announced
 
 
 def cluster_of(redis: EmbeddedRedis, served: ModelInfo) -> RunningCluster:

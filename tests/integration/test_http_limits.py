@@ -59,14 +59,22 @@ def connected(server: Server) -> socket.socket:
 
 def sent(server: Server, *parts: bytes) -> bytes:
     """All that a server says to what is sent, until it ends the connection."""
-    heard = b""
+    said = b""
     # It may end the connection while more is sent.
     with connected(server) as connection, suppress(BrokenPipeError, ConnectionResetError):
         for part in parts:
             connection.sendall(part)
         while more := connection.recv(2**16):
-            heard += more
-    return heard
+            said += more
+    return said
+
+
+def heard(connection: socket.socket, end: bytes) -> bytes:
+    """What a server says up to this end."""
+    said = b""
+    while end not in said:
+        said += connection.recv(2**16)
+    return said
 
 
 def sentence(reply: bytes) -> str:
@@ -121,10 +129,7 @@ def test_body_of_many_small_chunks_ends_the_connection(guarded: Server) -> None:
     whole = begun + b"20\r\n%b\r\n" % (b" " * 32) * 500 + b"0\r\n\r\n"
     with connected(guarded) as connection:
         connection.sendall(whole)
-        heard = b""
-        while not heard.endswith(b"}}"):
-            heard += connection.recv(2**16)
-        assert b"is no JSON" in heard
+        assert b"is no JSON" in heard(connection, b"}}")
 
 
 def test_reply_to_a_body_that_is_not_read_arrives(guarded: Server) -> None:
@@ -145,9 +150,7 @@ def test_incomplete_request_times_out(guarded: Server) -> None:
     assert "The body has not come within 1 s" in sentence(reply)
     with connected(guarded) as connection:  # which is kept alive
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = b""
-        while b"}" not in heard:
-            heard += connection.recv(2**16)
+        heard(connection, b"}")
         connection.sendall(START)
         assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
 
@@ -229,6 +232,5 @@ def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:
             sent(server, START + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
             assert server.http.get("/v1/models").status_code == 401
         server.end()
-        assert server.process.stderr is not None
         lines = server.process.stderr.read().splitlines()
     assert len(lines) <= 1, lines

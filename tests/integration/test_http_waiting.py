@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,8 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE
 from pipespec.errors import PipespecError
 from pipespec.server import response_stream
-from pipespec.server.api_server import bind_listener, run_api_server
-from pipespec.server.options import ServerOptions
 from tests.helpers.log import head_of
-from tests.helpers.scenes import NAMESPACE, PATIENCE_S, Scene, cluster_of, play
+from tests.helpers.scenes import NAMESPACE, Scene, cluster_of, play, run_server
 
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_tokens": 5}
 
@@ -131,7 +128,8 @@ def test_access_log_has_a_line_for_each_request_and_no_text(
 
     keys = {"api_keys": ("other", "sesame"), "key_names": ("key-1", "alice")}
     play(redis, demo, story, access_log=True, **keys)
-    lines = [line for line in capsys.readouterr().err.splitlines() if " /load 200 " not in line]
+    logged = capsys.readouterr().err.splitlines()
+    lines = [line for line in logged if not re.search(r" /load 200 | /health ", line)]
     asked = r"POST /v1/completions 200 key=alice seconds=\d\.\d{3} request=\d+ prompt=5 answer=2"
     for line, expected in zip(
         lines,
@@ -184,14 +182,14 @@ def test_requests_are_refused_until_the_cluster_is_ready(
             assert (await http.get("/v1/models", headers=key)).json()["data"][0]["id"] == "demo"
             signal.raise_signal(signal.SIGTERM)
 
-    assert loading(cluster, script, api_keys=("sesame",)) == (None, [cluster.running])
+    assert run_server(cluster.watch, script, api_keys=("sesame",)) == (None, [cluster.running])
 
 
 def test_signal_ends_a_server_whose_cluster_is_loading() -> None:
     async def script(_: httpx2.AsyncClient) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    assert loading(LateCluster(), script) == (signal.SIGTERM, [])
+    assert run_server(LateCluster().watch, script) == (signal.SIGTERM, [])
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -206,7 +204,7 @@ def test_failing_cluster_ends_the_server_with_its_reason(
         cluster.error = PipespecError("It was too small.")
 
     with pytest.raises(PipespecError, match=r"^It was too small\.$"):
-        loading(cluster, script)
+        run_server(cluster.watch, script)
 
 
 @dataclass
@@ -220,33 +218,6 @@ class LateCluster:
         if self.error is not None:
             raise self.error
         return self.running
-
-
-def loading(
-    cluster: LateCluster, script: Callable[[httpx2.AsyncClient], Awaitable[None]], **options: Any
-) -> tuple[int | None, list[RunningCluster]]:
-    """Run a server with a late cluster until `script` ends it; what it returns,
-    and the clusters that it announced."""
-    announced: list[RunningCluster] = []
-
-    async def run() -> int | None:
-        with bind_listener("127.0.0.1", 0) as listener:
-            chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
-            server = asyncio.ensure_future(
-                run_api_server(cluster.watch, chosen, listener, announced.append)
-            )
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-                while True:  # it is bound, but perhaps does not listen yet
-                    try:
-                        await http.get("/health")
-                        break
-                    except httpx2.ConnectError:
-                        pass
-                await asyncio.wait_for(script(http), PATIENCE_S)
-            return await server
-
-    return asyncio.run(run()), announced
 
 
 def up(reply: httpx2.Response) -> float:

@@ -81,8 +81,6 @@ def test_server_and_folder_go_with_a_parent_that_is_killed(
             cwd=REPOSITORY,
             text=True,
         )
-    assert parent.stdin
-    assert parent.stdout
     path, *pids = parent.stdout.readline().split()
     assert len(pids) == 1 + len(addresses)
     with parent.stdin, parent.stdout:

@@ -422,9 +422,7 @@ def test_what_a_stale_epoch_writes_is_refused(
         with pytest.raises(StaleEpoch):
             perform(head, write)
     assert head.tokens(request) == ()
-    found = read_status(server.url, namespace)
-    assert found is not None
-    assert found.totals == {}
+    assert read_status(server.url, namespace).totals == {}
 
 
 def test_a_closed_queue_ends_when_it_is_empty(
@@ -432,14 +430,10 @@ def test_a_closed_queue_ends_when_it_is_empty(
 ) -> None:
     request = head.enqueue(**ASKED)
     head.close_queue()
-    taken = take(head)
-    assert taken is not None
-    assert taken.id == request
+    assert take(head).id == request
     assert take(head) is None  # at once: nothing will come
     with head_of(server, namespace) as successor:
-        again = take(successor)
-        assert again is not None
-        assert again.id == request
+        assert take(successor).id == request
         assert take(successor, wait=False) is None
         successor.enqueue(**ASKED)
         assert take(successor) is not None
@@ -449,9 +443,7 @@ def test_what_is_counted_adds_up_over_epochs(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     def seen() -> ClusterStatus:
-        found = read_status(server.url, namespace)
-        assert found is not None
-        return found
+        return read_status(server.url, namespace)
 
     def stage(epoch: int) -> Controller:
         return Controller(server.url, namespace=namespace, epoch=epoch, rank=1)
@@ -504,9 +496,7 @@ def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
         user.cancel(first)
         with head_of(server, namespace) as successor:
             user.cancel(second)  # is back in the queue
-            taken = take(successor)
-            assert taken is not None
-            assert taken.id == third
+            assert take(successor).id == third
             assert events(first) == [Accepted(3, (10, 11)), Finished("cancelled")]
             assert events(second) == [Finished("cancelled")]
             assert not successor.cancelled(third)

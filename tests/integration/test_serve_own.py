@@ -103,7 +103,6 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     assert server.end() == 0
     until(lambda: not place.processes())
     assert place.files() == []
-    assert server.process.stderr is not None
     said = server.process.stderr.read() + place.log(NAME)
     assert "the cluster's launcher has ended; it is started again" in said
     assert place.log(NAME).count("is ready") > 1, "what was before the start is kept"
@@ -224,7 +223,6 @@ def test_down_during_a_restart_pause_ends_the_server(
 
 def test_signal_while_loading_leaves_nothing_behind(place: Sandbox) -> None:
     process = place.start("serve", "--port", "0", *SETTINGS)
-    assert process.stderr is not None
     assert re.fullmatch(LOADS, process.stderr.readline().strip())
     until(lambda: registry.entries())
     process.terminate()

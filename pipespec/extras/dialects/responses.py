@@ -33,9 +33,11 @@ from pipespec.limits import MAX_COUNT
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
-    FUNCTION_NAME,
     MAX_TOOLS,
     Accepts,
+    Function,
+    FunctionName,
+    OfFunction,
     RequestModel,
     TextOrParts,
     contents,
@@ -142,14 +144,8 @@ Item = Annotated[
 # --- requests ---------------------------------------------------------------------------------
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(Function, OfFunction):
     """A function that the model may call. `parameters` is a JSON schema."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(RequestModel):
@@ -185,10 +181,7 @@ class Reasoning(RequestModel):
     effort: ReasoningEffort | None = None
 
 
-class NamedFunction(RequestModel):
-    type: Literal["function"]
-    name: str
-
+class NamedFunction(FunctionName, OfFunction):
     def translated(self) -> dict[str, Any]:
         return named_function(self.name)
 

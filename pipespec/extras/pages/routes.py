@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from http import HTTPStatus
@@ -223,11 +223,8 @@ def steps_event(
 # --- routes -------------------------------------------------------------------------------------
 
 
-def _page(file: str) -> Callable[[Request], Awaitable[Response]]:
-    async def page(_: Request) -> Response:
-        return FileResponse(FOLDER / file, headers=HEADERS)
-
-    return page
+async def _page(request: Request) -> Response:
+    return FileResponse(FOLDER / PAGES[request.url.path], headers=HEADERS)
 
 
 class _Files(StaticFiles):
@@ -249,7 +246,7 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
 
 DIALECT = Dialect(
     public_routes=[
-        *(Route(path, _page(file)) for path, file in PAGES.items()),
+        *(Route(path, _page) for path in PAGES),
         Mount("/page", _Files(directory=FOLDER)),
     ],
     mount=mount,

@@ -75,10 +75,8 @@ def test_greedy_tokens_equal_hugging_face(
         for given in (prompt, tokenizer.encode(prompt)):
             told = client.completions.create(prompt=given, logprobs=0, **ASKED)
             logprobs = told.choices[0].logprobs
-            assert logprobs is not None
             assert ids_of(tokenizer, logprobs.tokens or []) == ids
             assert told.choices[0].text == tokenizer.decode(ids)
-            assert told.usage is not None
             assert told.usage.completion_tokens == len(ids)
             assert told.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
@@ -152,26 +150,24 @@ def test_whole_replies_have_openais_types(server: Server) -> None:
 # --- log-probabilities ------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def scored(ids: list[int]) -> tuple[torch.Tensor, list[float]]:
+    """The target's log-probabilities after each token but the last, `[tokens - 1, vocab]`, and
+    those of the tokens that follow, by Hugging Face."""
+    model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
+    values = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return values, values.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
+
+
 def test_logprobs_equal_hugging_face(
     server: Server, client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
     prompt = tokenizer.encode(PROMPTS[0])
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + expected[0]])).logits[0].double()
-    values = logits[len(prompt) - 1 : -1].log_softmax(-1)
-    own = [float(row[token]) for row, token in zip(values, expected[0], strict=True)]
-    best = [row.topk(3) for row in values]
-
+    values, own = scored([*prompt, *expected[0]])
     told = client.completions.create(prompt=prompt, logprobs=3, **ASKED).choices[0].logprobs
-    assert told is not None
-    assert told.token_logprobs == pytest.approx(own, abs=1e-4)
-    assert told.top_logprobs is not None
-    assert told.text_offset is not None
-    for top, row in zip(told.top_logprobs, best, strict=True):
-        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(
-            row.values.tolist(), abs=1e-4
-        )
+    assert told.token_logprobs == pytest.approx(own[len(prompt) - 1 :], abs=1e-4)
+    for top, best in zip(told.top_logprobs, values[len(prompt) - 1 :].topk(3).values, strict=True):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(best.tolist(), abs=1e-4)
     text = tokenizer.decode(expected[0])
     starts = [
         text[at:].startswith(token)
@@ -181,13 +177,9 @@ def test_logprobs_equal_hugging_face(
 
     # The prompt's own, longer than what the last stage looks at in one go.
     long = [*prompt, *expected[0]] * 3
-    with torch.no_grad():
-        values = model(torch.tensor([long])).logits[0, :-1].double().log_softmax(-1)
-    own = values.gather(1, torch.tensor(long[1:])[:, None]).squeeze(1).tolist()
+    own = scored(long)[1]
     asked = {"prompt": long, "echo": True, "logprobs": 2} | ASKED
     whole = client.completions.create(**asked, extra_body={"prompt_logprobs": 1}).choices[0]
-    assert whole.logprobs is not None
-    assert whole.logprobs.token_logprobs is not None
     assert whole.logprobs.token_logprobs[0] is None
     assert whole.logprobs.token_logprobs[1 : len(long)] == pytest.approx(own, abs=1e-4)
     assert whole.logprobs.text_offset == sorted(whole.logprobs.text_offset or [])
@@ -197,28 +189,21 @@ def test_logprobs_equal_hugging_face(
     found = [each[str(token)]["logprob"] for each, token in zip(by_id[1:], long[1:], strict=True)]
     assert found == pytest.approx(own, abs=1e-4)
     alone = client.completions.create(**asked | {"max_tokens": 0})
-    assert alone.usage is not None
     assert alone.usage.completion_tokens == 0
     assert alone.choices[0].text == tokenizer.decode(long)
     (shown, *_) = server.chunks("/v1/completions", asked)
-    assert alone.choices[0].logprobs is not None
     assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
 
 
 def test_a_prompt_of_exactly_the_context_is_scored(
     client: openai.OpenAI, expected: list[list[int]]
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
     prompt = (expected[0] * CONTEXT)[:CONTEXT]
-    with torch.no_grad():
-        values = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    own = values.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+    own = scored(prompt)[1]
     asked = {"echo": True, "logprobs": 1} | ASKED | {"max_tokens": 0}
     for prompts in (prompt, [prompt, prompt[1:]]):
         told = client.completions.create(prompt=prompts, **asked).choices[0]
         assert told.finish_reason == "length"
-        assert told.logprobs is not None
-        assert told.logprobs.token_logprobs is not None
         assert told.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
     with pytest.raises(openai.BadRequestError, match=f"but the context holds {CONTEXT};"):
         client.completions.create(prompt=[*prompt, 5], **asked)

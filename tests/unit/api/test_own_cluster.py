@@ -14,23 +14,11 @@ from pipespec.errors import ConfigError
 from pipespec.head.policies.root import Root
 
 
-def made(
-    model: str | None = None,
-    draft: str | None = None,
-    stages: int | None = None,
-    hosts: str | None = None,
-    **settings: Any,
-) -> list[str]:
-    return overrides_of(model, draft, stages, hosts, settings)
-
-
-def test_without_arguments_the_demo_pair_runs_with_the_defaults() -> None:
-    assert made() == []
-
-
-def test_a_model_and_its_draft_are_settings() -> None:
-    assert made("m") == ["model.target=m"]
-    assert made("m", "d", 2) == ["model.target=m", "model.draft=d", "cluster.stages=2"]
+def test_arguments_are_settings_and_none_are_the_defaults() -> None:
+    assert overrides_of(None, None, None, None, {}) == []
+    settings = ["model.target=m", "model.draft=d", "cluster.stages=2"]
+    assert overrides_of("m", "d", 2, None, {}) == settings
+    assert overrides_of("m", None, None, "h.yaml", {}) == ["model.target=m", "cluster=h.yaml"]
 
 
 def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def held_elsewhere(stderr: int | IO[str] | None = None) -> subprocess.Popen[str]
     """Another process that holds the name "lab" until its standard input ends."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
     other = subprocess.Popen([sys.executable, "-c", HOLD], **pipes, text=True)
-    assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
     return other
 
@@ -194,7 +193,6 @@ def test_log_is_where_the_cluster_writes_it_and_is_followed_to_its_end(
     log.write_text("first\n")
     command = [sys.executable, "-m", "pipespec", "logs", "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout is not None
         assert reader.stdout.readline() == "first\n"
         with log.open("a") as stream:
             stream.write("last\n")

@@ -59,14 +59,16 @@ def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_what_is_no_setting_at_all_is_refused_as_in_other_commands() -> None:
-    with pytest.raises(ConfigError, match=r"does not exist; did you mean 'decode\.max_new_tokens'"):
-        RequestSettings.on(running(), ["max_tokens=5"])
-
-
-def test_a_forgotten_quote_is_no_setting_of_the_cluster() -> None:
-    with pytest.raises(ConfigError, match=r"^'upon' is not a setting, .* needs quotes\.$"):
-        RequestSettings.on(running(), ["decode.max_new_tokens=2", "upon"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_tokens=5", r"does not exist; did you mean 'decode\.max_new_tokens'"),
+        ("upon", r"^'upon' is not a setting, .* needs quotes\.$"),
+    ],
+)
+def test_what_is_no_setting_at_all_is_refused_as_in_other_commands(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RequestSettings.on(running(), ["decode.max_new_tokens=2", text])
 
 
 def test_settings_come_by_the_line_or_as_a_list() -> None:

@@ -73,19 +73,12 @@ def test_non_finite_logits_are_detected_in_every_dtype(dtype):
         assert one.failure == NOT_FINITE
 
 
-def test_tokens_before_non_finite_logits_are_kept():
+@pytest.mark.parametrize(("off", "failure"), [(0, NOT_FINITE), (1, None)])
+def test_non_finite_logits_fail_a_path_that_reaches_them_and_keep_the_tokens_before(off, failure):
     first = int(GOOD.argmax())
-    text = AcceptedPath(TIP, [TIP, 10], [0, TIP], [PROMPT[-1], first])
+    text = AcceptedPath(TIP, [TIP, 10], [0, TIP], [PROMPT[-1], (first + off) % VOCAB])
     verify_batch([(opened(SamplingParams()), text)], torch.stack((GOOD, BAD["a_nan"])))
-    assert (text.tokens, text.failure) == ([first], NOT_FINITE)
-
-
-def test_non_finite_logits_after_a_rejected_draft_token_are_ignored():
-    first = int(GOOD.argmax())
-    wrong = (first + 1) % EOS
-    text = AcceptedPath(TIP, [TIP, 10], [0, TIP], [PROMPT[-1], wrong])
-    verify_batch([(opened(SamplingParams()), text)], torch.stack((GOOD, BAD["a_nan"])))
-    assert (text.tokens, text.failure) == ([first], None)
+    assert (text.tokens, text.failure) == ([first], failure)
 
 
 @pytest.mark.parametrize("name", ["greedy", "greedy_reported", "drawn", "drawn_by_rank"])

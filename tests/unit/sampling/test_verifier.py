@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.controller.rank_controller import pack_draft_tokens, unpack_draft_tokens
 from pipespec.core import RELAXED, DraftTokens, SamplingParams, SequenceStart, TokenLogprobs
 from pipespec.sampling import wire_format
 from pipespec.sampling.distribution import TokenCounts, logprobs
@@ -224,17 +223,6 @@ def test_draft_tokens_are_dropped_once_their_step_is_decided():
         mine.add_draft_tokens(draft_step(step, {step: {2: -1.0}}), since=step - 3)
     assert decided(mine, 99, [99], [98], [2], LOGITS[None])[0] == [2]
     assert decided(mine, 90, [90], [89], [2], LOGITS[None])[0] == [0]
-
-
-def test_packed_draft_tokens_round_trip_even_if_there_are_none():
-    for draft_tokens in (
-        draft_step(7, {}),
-        draft_step(2**40, {3: {5: -0.25, 9: -2.0}, 4: {5: -1.5}}),
-    ):
-        read = unpack_draft_tokens(pack_draft_tokens(draft_tokens))
-        assert read.step == draft_tokens.step
-        for name in ("parents", "tokens", "logps"):
-            assert getattr(read, name).tolist() == getattr(draft_tokens, name).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

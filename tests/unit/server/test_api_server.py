@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import closing
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,17 +14,6 @@ from pipespec.server.api_server import bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
 
 
-@dataclass
-class ConnectingCluster:
-    """Connects to the server when the server looks for its cluster, which is not up."""
-
-    listener: socket.socket
-
-    def watch(self) -> RunningCluster | None:
-        with closing(socket.create_connection(self.listener.getsockname())):
-            raise ConfigError("No cluster is up.")
-
-
 @pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example", "not-a-host.invalid"])
 def test_a_host_that_no_name_can_be_is_one_sentence(host: str) -> None:
     with pytest.raises(ConfigError, match=r"Nothing can listen at .*; choose another --host"):
@@ -33,9 +21,12 @@ def test_a_host_that_no_name_can_be_is_one_sentence(host: str) -> None:
 
 
 def test_connections_are_accepted_before_the_cluster_is_found() -> None:
-    listener = bind_listener("127.0.0.1", 0)
+    def watch() -> RunningCluster | None:
+        """The server looks for its cluster, which is not up."""
+        with closing(socket.create_connection(listener.getsockname())):
+            raise ConfigError("No cluster is up.")
 
-    cluster = ConnectingCluster(listener)
     options = ServerOptions(("demo",), shutdown_timeout=0)
+    listener = bind_listener("127.0.0.1", 0)
     with closing(listener), pytest.raises(ConfigError, match="No cluster is up"):
-        asyncio.run(run_api_server(cluster.watch, options, listener, lambda running: None))
+        asyncio.run(run_api_server(watch, options, listener, lambda running: None))

@@ -3,7 +3,6 @@ begin after it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.openai_format import ChatFormat
-from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import HOLD, SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.reply_format import AnswerBlocks
 from pipespec.server.tool_parsers.families import FAMILIES
@@ -327,16 +324,14 @@ def test_grammar_begins_after_the_reasoning(
 
 
 def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) -> None:
-    grammar = grammar_from_regex("[0-9]+")
-    defaults = replace(dialects.DEFAULTS, sampling=SamplingParams(grammar=grammar))
     served = calling(demo, R1)
-    preparer = Preparer(served, defaults, ("demo",), None)
+    preparer = dialects.preparer(served, "decode.regex=[0-9]+")
     body: dict[str, Any] = {"messages": HELLO}
     assert fits(served, dialects.prepared(preparer, CHATS, body).parsed, "Hm.</think>12")
     with pytest.raises(ApiError, match="what the cluster's grammar describes ends by itself"):
         dialects.prepared(preparer, CHATS, body | {"ignore_eos": True})
     plain = dialects.prepared(preparer, "/v1/completions", {"prompt": "Hi"}).parsed
-    assert plain.sampling_params[0].grammar == grammar
+    assert plain.sampling_params[0].grammar == grammar_from_regex("[0-9]+")
 
 
 def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInfo) -> None:
@@ -368,13 +363,9 @@ def test_chats_have_reasoning_content(demo: ModelInfo) -> None:
     thinking = calling(demo, QWEN + "{# <tool_call> tool_calls #}")
     body = {"messages": HELLO, "tools": [WEATHER]}
     parsed = dialects.prepared(dialects.preparer(thinking), CHATS, body).parsed
-    shape, other = (ChatFormat(parsed, thinking.tokenizer, "demo") for _ in range(2))
-    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL}")
-    told, events = dialects.whole_of(shape, answer), dialects.stream_of(other, answer)
-    message = told["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm, so.", "I look.")
-    assert message["tool_calls"][0]["function"]["name"] == "f"
-    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
+    shape = ChatFormat(parsed, thinking.tokenizer, "demo")
+    events = dialects.stream_of(shape, dialects.deltas(f"<think>Hm, so.</think>I look. {CALL}"))
+    assert shape.usage["completion_tokens_details"]["reasoning_tokens"] == 4
     deltas = [chunk["choices"][0]["delta"] for chunk in dialects.chunks(events[:-1])]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, so."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."

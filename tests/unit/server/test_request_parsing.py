@@ -17,7 +17,7 @@ from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.openai_format import DONE, ChatFormat, CompletionFormat
 from pipespec.server.reply_format import OutputDelta
-from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
+from pipespec.server.request_parsing import ParsedRequest, RequestParser
 from pipespec.server.request_schema import ChatRequest, CompletionRequest
 from pipespec.text import token_text
 from tests.helpers import dialects
@@ -32,12 +32,12 @@ def running(demo: ModelInfo) -> RunningCluster:
 
 def completion(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
+    return RequestParser(running).parse(asked)
 
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = ChatRequest.model_validate({"messages": HELLO} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
+    return RequestParser(running).parse(asked)
 
 
 # --- what is asked ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
-from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
+from pipespec.server.request_parsing import ParsedRequest, RequestParser
 from pipespec.server.request_schema import ChatRequest
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, WEATHER, calling, fits
@@ -46,7 +46,7 @@ def running(demo: ModelInfo) -> RunningCluster:
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
+    return RequestParser(running).parse(asked)
 
 
 def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:

@@ -16,7 +16,6 @@ from pipespec.extras.dialects.anthropic import MessagesRequest
 from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
-from tests.helpers.calling import HERMES, calling
 from tests.helpers.dialects import parts
 
 PATH = "/v1/messages"
@@ -28,11 +27,6 @@ TOOL = {
 HELLO = [{"role": "user", "content": "Hello"}]
 ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 50, "messages": HELLO}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def served(demo: ModelInfo) -> ModelInfo:
-    return calling(demo, HERMES + "{% if add_generation_prompt %}assistant: {% endif %}")
 
 
 def fields(**body: Any) -> dict[str, Any]:
@@ -143,16 +137,6 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
     assert fields(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert fields(thinking={"type": "adaptive"})["reasoning_effort"] == "medium"
     assert fields(output_config={"effort": "max"})["reasoning_effort"] == "max"
-
-
-def test_answer_continues_a_last_message_of_the_model(
-    served: ModelInfo, preparer: Preparer
-) -> None:
-    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
-    request = dialects.prepared(preparer, PATH, ASKED | {"messages": begun})
-    assert dialects.prompt_of(served, request) == "user: Helloassistant: Once upon"
-    request = dialects.prepared(preparer, PATH, ASKED)
-    assert dialects.prompt_of(served, request) == "user: Helloassistant: "
 
 
 def test_count_of_tokens_is_the_length_of_the_prompt(preparer: Preparer) -> None:

@@ -145,7 +145,6 @@ def test_wrong_field_is_named_as_the_client_knows_it(
 ) -> None:
     with pytest.raises(ApiError, match=said) as refused:
         dialects.prepared(preparer, path, ASKED[path] | body)
-    assert refused.value.param is not None
     assert refused.value.param.startswith(param)
     reply = json.loads(bytes(error_reply(path, refused.value).body))
     if path == MESSAGES:

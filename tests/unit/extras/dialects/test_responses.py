@@ -30,8 +30,8 @@ ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
 
 
-def fields(kept: bytes = b"", **body: Any) -> dict[str, Any]:
-    return ResponsesRequest.model_validate(ASKED | body).translated(kept).fields
+def fields(**body: Any) -> dict[str, Any]:
+    return ResponsesRequest.model_validate(ASKED | body).translated().fields
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
@@ -106,14 +106,6 @@ def test_items_become_messages() -> None:
     ]
 
 
-def test_earlier_conversation_comes_first_without_its_instructions() -> None:
-    earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    kept = b"{}\n" + json.dumps(earlier).encode()
-    made = fields(kept, instructions="Be kind.")["messages"]
-    hello = {"role": "user", "content": "Hello"}
-    assert made == [{"role": "system", "content": "Be kind."}, *earlier, hello]
-
-
 def test_fields_reach_the_request(preparer: Preparer) -> None:
     body = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "top_k": 4, "stop": "x", "stream": True}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "user": "me"}
@@ -144,16 +136,16 @@ def test_conversation_is_continued_with_what_was_kept(
 ) -> None:
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
-    assert shape.kept is not None
     response, kept = shape.kept
     assert response == shape.id
     assert json.loads(kept.partition(b"\n")[0]) == reply
     output = {"type": "function_call_output", "call_id": "a", "output": "Sunny."}
-    body = json.dumps(ASKED | {"previous_response_id": response, "input": [output]}).encode()
+    later = {"previous_response_id": response, "input": [output], "instructions": "Be brief."}
+    body = json.dumps(ASKED | later).encode()
     assert preparer.prepare(PATH, body) == response
     request = preparer.prepare(PATH, body, kept)
     prompt = dialects.prompt_of(served, request)  # type: ignore[arg-type]
-    assert prompt.startswith("user: Helloassistant: I look.<tool_call>{")
+    assert prompt.startswith("system: Be brief.user: Helloassistant: I look.<tool_call>{")
     assert "Zürich" in prompt and "Be kind" not in prompt
     assert "tool: Sunny. (a)" in prompt
     assert shape_of(served, preparer, store=False).kept is None
@@ -162,7 +154,6 @@ def test_conversation_is_continued_with_what_was_kept(
 def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Preparer) -> None:
     shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
     dialects.whole_of(shape, dialects.deltas("Hello."))
-    assert shape.kept is not None
     body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
     request = preparer.prepare(PATH, body, shape.kept[1])
     assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]

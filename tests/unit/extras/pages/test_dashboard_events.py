@@ -13,13 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.controller.cluster_status import (
-    ClusterStatus,
-    Unfinished,
-    parse_unfinished,
-    unfinished_commands,
-)
-from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.extras.pages.routes import (
     Dashboard,
     StepEntry,
@@ -67,16 +61,6 @@ def test_dashboard_figures_have_host_and_layers_of_each_rank() -> None:
         ("0", "a", ""),
         ("1", "a", "0-3"),
         ("2", "b", "4-5"),
-    ]
-
-
-def test_unfinished_requests_list_running_before_waiting_ones() -> None:
-    assert len(unfinished_commands(RedisKeys("n"), 10)) == 4
-    replies = [[b"7", b"30", b"20"], [b"8", b"5", b"5", b"3", b"9", None]]
-    assert parse_unfinished(replies) == [
-        Unfinished(7, True, 30, 20),
-        Unfinished(8, False, 5, 5),
-        Unfinished(3, False, 9, None),
     ]
 
 
