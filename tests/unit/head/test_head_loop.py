@@ -199,14 +199,6 @@ def test_verdicts_of_one_step_are_logged_in_one_call():
     assert all(controller.logged)
 
 
-def test_answer_of_an_earlier_epoch_is_read_like_the_prompt():
-    request = Request(3, tuple(TEXT[:4]), max_new_tokens=10)
-    answers = {3: tuple(TEXT[4:9])}
-    sent, controller = run(Root(), [request], {3: TEXT}, chunk=64, answers=answers)
-    assert sent[0].rows[:, TOKEN].tolist() == TEXT[:9]
-    assert controller.accepted == {3: TEXT[9:14]}
-
-
 def test_cancelled_request_never_enters_the_pipeline():
     request = Request(3, tuple(TEXT[:4]), max_new_tokens=50)
     sent, controller = run(Level(8, 4), [request], {3: TEXT}, chunk=8, cancels=[3])

@@ -268,11 +268,6 @@ def test_static_tree_is_scheduled_when_the_proposer_has_no_candidates():
     assert StaticTree([2, 2]).select_to_schedule(tree, STATE).tolist() == [ROOT]
 
 
-def test_default_static_tree_is_that_of_specinfer():
-    assert StaticTree().shape == [1, 1, 3, 1, 1, 1, 1, 1]
-    assert StaticTree().max_rows == 21
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -530,10 +525,6 @@ def test_time_on_links_is_used_for_draft_rounds_although_stages_are_faster(
     meter.set_stage_times(BatchTimes(((1, 10.0),)))
     made = rounds_per_step(meter, draft_ms=12.0, stage_ms=10.0 + hop_ms, steps=100)
     assert set(made[20:]) == {rounds}
-
-
-def test_draft_slower_than_a_stage_has_one_round():
-    assert set(rounds_per_step(StepStats(4), draft_ms=12.0, stage_ms=10.0, steps=50)) == {1}
 
 
 def test_fixed_number_of_rounds_needs_no_measurement():
