@@ -22,7 +22,7 @@ from benchmarks.papers.machines import (
 )
 from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
-from benchmarks.papers.swiftspec import TwoBatches, interpolated
+from benchmarks.papers.swiftspec import interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
 from pipespec.extras.plan.simulation import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
@@ -113,14 +113,6 @@ def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_pat
     assert again[cell].percentile(90) == first[cell].percentile(90)
     for changed in (Runs(1.0, file, "b"), Runs(0.5, file, "a")):
         assert [*changed.simulate([cell], jobs=1)] == [0]
-
-
-def test_more_nodes_a_draft_round_find_more_tokens() -> None:
-    found = [
-        Cell(TwoBatches(16, 8, draft_batch=size), one_stage(13.25, 2.8), tokens=600).run()
-        for size in (1, 8)
-    ]
-    assert found[0].tokens_per_step.value < found[1].tokens_per_step.value
 
 
 def test_machines_have_the_times_of_the_whole_model() -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from pipespec.core import (
-    COMMITTED,
     DRAFT,
     KIND,
-    LAST_COMMITTED,
     NODE,
     PARENT,
     POSITION,
@@ -21,15 +19,12 @@ from pipespec.core import (
     Request,
     Verdict,
 )
-from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
-from pipespec.head.structured_output import GrammarGuide
-from tests.helpers.grammar import OneOf
 from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3
@@ -72,37 +67,6 @@ def step(on: Scheduler, *tokens: int):
     batch = on.next_batch(plan)
     on.end_step(1.0)
     return batch, progress
-
-
-def test_prompt_enters_in_chunks_and_draft_tokens_follow_it():
-    on = scheduler(Level(8, 2), chunk=4)
-    opened(on, length=10)
-    sizes, kinds = [], []
-    for _ in range(4):
-        batch, _ = step(on)
-        sizes.append(len(batch))
-        kinds.append(set(batch.rows[:, KIND].tolist()))
-    assert sizes[:3] == [4, 4, 2]
-    assert kinds[:2] == [{COMMITTED}] * 2 and kinds[2] == {COMMITTED, LAST_COMMITTED}
-    assert kinds[3] == {DRAFT}
-    assert on.step == 4
-
-
-def test_what_a_grammar_determines_is_planned_first_and_fed_without_a_proposal():
-    on = scheduler(BestFirst(8, 2))
-    guide = GrammarGuide(OneOf([[5, 6, 7]], eos=9), (9,))
-    request = Request(7, (0,), 50, eos=(9,))
-    sequence = on.admission.add(request, lambda token: False, 0, guide=guide)
-    assert list(on.admit()) == [sequence]
-    step_of_prompt = on.next_batch(on.plan_batch(0.0))
-    assert len(step_of_prompt) == 1
-    on.begin_step()
-    work = on.next_expansion(0.0)
-    assert work is not None and len(sequence.tree) == 1, "planning changes no tree"
-    assert not on.add_determined(work).parts
-    assert on.next_expansion(0.0) is None, "nothing but the end may follow"
-    batch = on.next_batch(on.plan_batch(0.0))
-    assert batch.rows[:, TOKEN].tolist() == [5, 6, 7]
 
 
 def test_hit_feeds_nothing_again_and_miss_feeds_the_token_at_once():

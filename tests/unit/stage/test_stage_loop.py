@@ -158,15 +158,6 @@ def test_miss_prunes_the_whole_tree(first):
     assert len(stage.slots.free()) == NUM_SLOTS - 4
 
 
-def test_finished_sequence_frees_its_kv_slots_and_is_reported(first):
-    over = Batch(1, finished=(7,))
-    sent, controller, stage = ran(first, 1, [prompt(0), over])
-    assert len(stage.slots.free()) == NUM_SLOTS
-    assert sent[1].finished == (7,)
-    report = controller.reports[5]
-    assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
-
-
 def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):
     again = replace(OPENING, sequence=8)
     rows = Context(8, PROMPT, [0, 1, 2]).rows(0)

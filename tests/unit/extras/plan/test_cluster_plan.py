@@ -278,7 +278,7 @@ ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llam
 
 
 def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.CaptureFixture[str]):
-    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "60"]
+    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "30"]
     assert main([*ASKED, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(stage["layers"] for stage in found["stages"]) == 80
@@ -315,11 +315,11 @@ def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
 def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixture[str]):
     kimi, nemotron = MIXED
     asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
-    assert main([*asked, "--tokens", "60", "--json"]) == 0
+    assert main([*asked, "--tokens", "30", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(stage["layers"] for stage in found["stages"]) == found["target"]["num_layers"]
     assert all(stage["state_bytes"] > 0 for stage in found["stages"])
-    assert main([*asked, "--tokens", "60"]) == 0
+    assert main([*asked, "--tokens", "30"]) == 0
     assert "KV and running states" in capsys.readouterr().out
 
 
@@ -342,7 +342,7 @@ def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixt
 def test_the_command_says_of_drafts_and_models(
     asked: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main([*asked, "--tokens", "60"]) == 0
+    assert main([*asked, "--tokens", "30"]) == 0
     assert expected in capsys.readouterr().out
 
 

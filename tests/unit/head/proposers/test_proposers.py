@@ -27,7 +27,6 @@ from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.head.tree import ROOT
 from tests.helpers.drafted import Drafted
-from tests.helpers.trees import check_tree
 
 
 def row(candidates: Proposal, i: int = 0) -> dict[int, float]:
@@ -38,16 +37,6 @@ def row(candidates: Proposal, i: int = 0) -> dict[int, float]:
 
 
 # --- candidates -------------------------------------------------------------------------------
-
-
-def test_tree_accepts_proposal_rows_of_different_lengths():
-    drafted = Drafted.start(Fixed(), [5])
-    drafted.add(Proposal.from_lists(np.array([0]), [[(1, 0.5), (2, 0.25)]]))
-    drafted.add(Proposal.from_lists(np.array([1, 2]), [[(3, 0.5)], [(3, 0.5), (4, 0.1)]]))
-    check_tree(drafted.tree)
-    assert sorted(drafted.tree.token.tolist()) == [1, 2, 3, 3, 4, 5]
-    assert drafted.add(Proposal.from_lists(np.array([3, 4]), [[], []])) == 0
-    assert drafted.tree.expanded[[3, 4]].all()
 
 
 # --- synthetic --------------------------------------------------------------------------------
