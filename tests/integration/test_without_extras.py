@@ -25,7 +25,7 @@ FOLDERS = {
     "extras/dialects": ["/v1/messages", "/v1/responses", "/api/chat", "/api/tags"],
     "extras/pages": ["/", "/chat", "/page/main.js", "/events"],
 }
-SMALL = ["cluster.stages=2", "decode.max_new_tokens=2"]
+SMALL = ["cluster.stages=1", "decode.max_new_tokens=2"]
 # All that `generate` and `serve` do before a rank starts and a request comes.
 READY = """
 from pipespec.cli import generate, serve
