@@ -23,20 +23,13 @@ from pipespec.engine.inspection.inspection import inspect
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from tools.inflate import Shape, read_config
 
-
-@pytest.fixture
-def plot():
-    """The module that draws; it needs matplotlib, which belongs to the `bench` extra."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
-    from benchmarks.common import plot
-
-    return plot
-
-
 # --- drawing ------------------------------------------------------------------------------------
 
 
-def test_a_figure_is_written_as_equal_png_and_svg(plot, tmp_path):
+def test_a_figure_is_written_as_equal_png_and_svg(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
+    from benchmarks.common import plot
+
     for name in ("a", "v1.bars"):  # a name with a dot keeps it
         with plot.figure(tmp_path / name, "Title", note="A note") as (axes,):
             values = {"root": [3.0, None], "level": [1.0, 2.0]}
