@@ -10,6 +10,7 @@ from typing import Any
 
 from pipespec.config.choices import options, read_choice
 from pipespec.config.compose import compose, policy_class
+from pipespec.head.policies.policy import SpeculationPolicy
 
 # Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
 SIZE = ("policy.width=8", "policy.children=4")
@@ -23,6 +24,11 @@ def _small(policy: str) -> tuple[str, ...]:
 
 POLICIES = {policy: _small(policy) for policy in options("policy")}
 PROPOSERS = tuple(options("proposer"))
+
+
+def small_policies() -> list[SpeculationPolicy]:
+    """One of each policy of `conf/policy`."""
+    return [compose(list(settings)).policy for settings in POLICIES.values()]
 
 
 def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:

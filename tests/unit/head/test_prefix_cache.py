@@ -27,12 +27,12 @@ from pipespec.head.prefix_cache import (
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.proposers.token_map import MISSING, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
-from tests.helpers.policies import small_policies
+from tests.helpers.proposers import small_policies
 from tests.helpers.recurrent_toy import MODULES, recurrent_toy
 from tests.helpers.toy_pipeline import VOCABULARY, ToyModel, ToyPipeline, text_of
 
 NUM_STAGES = 3
-POLICIES = small_policies(width=8)
+POLICIES = small_policies()
 BEST_FIRST = BestFirst(8, 2)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 

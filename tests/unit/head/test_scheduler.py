@@ -25,10 +25,10 @@ from pipespec.head.policies.root import Root
 from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
-from tests.helpers.policies import small_policies
+from tests.helpers.proposers import small_policies
 
 NUM_STEPS = 3
-POLICIES = [*small_policies(width=8), Level(4, 2, levels=2)]
+POLICIES = [*small_policies(), Level(4, 2, levels=2)]
 
 
 def scheduler(
