@@ -28,9 +28,9 @@ TOKENS = 14
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=5)
 
 
-def prompts(lengths: Sequence[int], vocabulary: int = models.VOCAB_SIZE) -> list[list[int]]:
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
     rng = np.random.default_rng(7)
-    return [rng.integers(2, vocabulary, length).tolist() for length in lengths]
+    return [rng.integers(2, models.VOCAB_SIZE, length).tolist() for length in lengths]
 
 
 def reference(path: Path, asked: Sequence[Sequence[int]]) -> list[list[int]]:

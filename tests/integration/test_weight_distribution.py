@@ -276,13 +276,13 @@ def kill_all(cache: Path) -> None:
                 each.kill()
 
 
-def in_view(folder: Path, path: Path, python: str = sys.executable, *, hide: bool = True) -> str:
+def in_view(folder: Path, path: Path, *, hide: bool = True) -> str:
     """A Python that finds a folder empty, as on a host that does not have it, or that finds it
     although its parent process does not."""
     file = folder / f"python-{'hidden' if hide else 'seen'}"
     change = f"mount -t tmpfs none {path}" if hide else f"umount {path}"
     file.write_text(
-        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {python} "$@"\' sh "$@"\n'
+        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     file.chmod(0o755)
     return str(file)

@@ -31,10 +31,9 @@ NUM_STEPS = 3
 POLICIES = [*small_policies(), Level(4, 2, levels=2)]
 
 
-def scheduler(
-    policy: SpeculationPolicy, rounds: int = 1, chunk: int = 4, context: int = 500
-) -> Scheduler:
-    return Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, chunk, context))
+def scheduler(policy: SpeculationPolicy, rounds: int = 1) -> Scheduler:
+    config = SchedulerConfig(policy, NUM_STEPS, rounds, prefill_chunk=4, context_limit=500)
+    return Scheduler(config)
 
 
 def opened(on: Scheduler, length: int = 1, tokens: int = 50):

@@ -73,11 +73,9 @@ def ran(
     rank: int,
     batches: list[Batch],
     verdicts: dict[int, list[Verdict]] | None = None,
-    after: int = 1,
 ) -> tuple[list[Batch], StoryController, SliceRunner]:
-    """What a stage sends for its batches, `after` steps later followed by a stop."""
-    stop = [Batch(len(batches) + i) for i in range(after)]
-    stop.append(Batch(len(batches) + after, stop=True))
+    """What a stage sends for its batches, an empty one and a stop."""
+    stop = [Batch(len(batches)), Batch(len(batches) + 1, stop=True)]
     told = verdicts or {}
     controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
