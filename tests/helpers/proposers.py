@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from pipespec.config.choices import options, read_choice
 from pipespec.config.compose import compose, policy_class
@@ -35,7 +34,9 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     """`truth` is the file that synthetic drafts read, `mid` a cascade's second model."""
     overrides = [f"proposer={proposer}"]
     needed = {
-        entry.name for entry in fields(read_choice("proposer", proposer).cls) if is_required(entry)
+        entry.name
+        for entry in fields(read_choice("proposer", proposer).cls)
+        if entry.default is entry.default_factory is MISSING
     }
     if "truth" in needed:
         overrides.append(f"proposer.truth={truth}")
@@ -45,11 +46,6 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     if not config.needs_draft:
         overrides.append("model.draft=null")
     return overrides
-
-
-def is_required(entry: Field[Any]) -> bool:
-    """Whether a setting has no default."""
-    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def write_truth(

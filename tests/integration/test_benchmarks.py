@@ -44,18 +44,15 @@ def test_a_figure_is_written_as_equal_png_and_svg(tmp_path):
 # --- a stage's time -----------------------------------------------------------------------------
 
 
-def measured_stage(monkeypatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["stage", "--quick", "--device", "cpu", *map(str, arguments)])
-    stage_time.main()
-
-
 @pytest.fixture(scope="module")
 def demo_stage(tmp_path_factory):
     """A stage of the demo target, measured once: what was stored, and what was printed."""
     file, printed = tmp_path_factory.mktemp("measured") / "stage.json", io.StringIO()
-    plotted = ("--plot", file.with_suffix("")) if find_spec("matplotlib") else ()
+    plotted = ("--plot", str(file.with_suffix(""))) if find_spec("matplotlib") else ()
+    asked = ["--quick", "--device", "cpu", "--dtype", "float32", "--draft", "demo", *plotted]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        measured_stage(patch, "--dtype", "float32", "--draft", "demo", "--json", file, *plotted)
+        patch.setattr(sys, "argv", ["stage", *asked, "--json", str(file)])
+        stage_time.main()
     assert file.with_suffix(".svg").exists() or not plotted
     return json.loads(file.read_text()), printed.getvalue()
 

@@ -292,10 +292,6 @@ def one_level(probabilities: list[float], *, fed: bool = True) -> Tree:
     return tree
 
 
-def fed_probabilities(policy: BestFirst, tree: Tree, state: PipelineState) -> list[float]:
-    return np.exp(tree.cum[chosen(policy, tree, state)]).round(6).tolist()
-
-
 @pytest.mark.parametrize(
     ("row_cost", "tokens_per_step", "requests", "expected"),
     [
@@ -312,7 +308,8 @@ def test_row_is_scheduled_if_its_expected_saving_exceeds_its_cost(
 ):
     tree = one_level([0.5, 0.2, 0.1, 0.02])
     state = replace(STATE, tokens_per_step=tokens_per_step, requests=requests)
-    assert fed_probabilities(BestFirst(row_cost=row_cost), tree, state) == expected
+    fed = tree.cum[chosen(BestFirst(row_cost=row_cost), tree, state)]
+    assert np.exp(fed).round(6).tolist() == expected
 
 
 def test_measured_step_times_limit_the_width_where_rows_get_expensive():
