@@ -188,24 +188,6 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
     assert [priority for _, priority in sorted(first)] == [*[-5] * 6, *[0] * 6, *[5] * 6]
 
 
-def test_ctrl_c_right_after_submitting_cancels_the_request(clusters, prompts, monkeypatch):
-    client = clusters.running(*CROWD, *BEST_FIRST).client
-    numbers = []
-    run = client.run
-
-    def interrupted(call):
-        monkeypatch.setattr(client, "run", run)
-        numbers.append(run(call))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(client, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        client.submit(prompts[0], GREEDY, max_new_tokens=10 * TOKENS, eos=())
-    client.leave()
-    *_, end = client.events(numbers[0])
-    assert end.reason == "cancelled"
-
-
 @pytest.mark.long
 def test_preemption_changes_no_text(clusters, prompts):
     """KV for some 150 tokens, and a crowd that wants 324: greedy and sampled, one cancelled."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tests.helpers.documentation import (
     RUN,
     Block,
     Page,
-    all_blocks,
     blocks,
     pages,
 )
@@ -67,7 +67,7 @@ def run_all(folder: Path, found: list[Block]) -> None:
 
 def test_blocks_that_are_not_run_say_why() -> None:
     """The list is what this test prints."""
-    for block in all_blocks(pages()):
+    for block in chain.from_iterable(map(blocks, pages())):
         assert block.language in LANGUAGES, f"{block.place} is of no known language"
         if block.not_run is not None:
             print(f"{block.place}: {block.not_run}")

@@ -54,8 +54,8 @@ def proposers(monkeypatch) -> list:
     return made
 
 
-def decoded(deployment, redis, prompts=PROMPTS) -> list[list[int]]:
-    asked = [{"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS} for prompt in prompts]
+def decoded(deployment, redis) -> list[list[int]]:
+    asked = [{"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS} for prompt in PROMPTS]
     return [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)]
 
 

@@ -71,6 +71,14 @@ def folders(tmp_path):
     return target, models.build("llama", tmp_path / "draft", num_hidden_layers=1)
 
 
+def decoded(folders, redis, prompts, *settings: str, **of_last: Any):
+    """Finish reasons and tokens of greedy answers; fields of the last request may be others."""
+    requests = [{"prompt": each, "max_new_tokens": NEW_TOKENS} for each in prompts]
+    requests[-1] |= of_last
+    answers = cluster.decode(cluster.make_deployment(*folders, *settings), redis, requests)
+    return [reason for _, reason, _ in answers], [tokens for tokens, *_ in answers]
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("rank", "fail"), [("first", of_torch), ("last", of_numpy)], ids=["first", "last"]
@@ -80,41 +88,34 @@ def test_request_for_whose_rows_a_rank_has_no_memory_fails_alone(
 ):
     prompts = [SHORT[0], LONG, *SHORT[1:], LONG]
     expected = cluster.reference(folders[0], prompts, NEW_TOKENS)
-    deployment = cluster.make_deployment(*folders, *SETTINGS[settings], "decode.prefill_chunk=48")
 
     def is_rank(model: ModelSlice) -> bool:
         return not is_draft(model) and (model.is_first if rank == "first" else model.is_last)
 
-    requests = [{"prompt": each, "max_new_tokens": NEW_TOKENS} for each in prompts]
     # The first chunk of the long prompt. The last request shares what its child has read again.
     fail_above(monkeypatch, "forward", 44, is_rank, fail)
-    answers = cluster.decode(deployment, redis, requests)
-    reasons = [reason for _, reason, _ in answers]
+    chunk = "decode.prefill_chunk=48"
+    reasons, tokens = decoded(folders, redis, prompts, *SETTINGS[settings], chunk)
     assert reasons == ["length", NO_MEMORY, "length", "length", "length"]
     expected[1] = []
-    assert [tokens for tokens, *_ in answers] == expected
+    assert tokens == expected
     assert isinstance(failure_of(NO_MEMORY), RankFailed)
     assert "no memory for a batch" in caplog.text
 
 
 def test_request_for_whose_logits_there_is_no_memory_fails_alone(folders, redis, monkeypatch):
     expected = cluster.reference(folders[0], SHORT, NEW_TOKENS)
-    deployment = cluster.make_deployment(*folders, "cluster.stages=2", "policy.width=8")
     fail_above(monkeypatch, "logits", 30, lambda model: not is_draft(model), of_torch)
-    requests = [{"prompt": each, "max_new_tokens": NEW_TOKENS} for each in SHORT]
-    requests.append({"prompt": LONG, "max_new_tokens": NEW_TOKENS, "sampling": DRAWN})
-    answers = cluster.decode(deployment, redis, requests)
-    assert [reason for _, reason, _ in answers] == ["length"] * 3 + [NO_MEMORY]
-    assert [tokens for tokens, *_ in answers[:3]] == expected
+    settings = "cluster.stages=2", "policy.width=8"
+    reasons, tokens = decoded(folders, redis, [*SHORT, LONG], *settings, sampling=DRAWN)
+    assert reasons == ["length"] * 3 + [NO_MEMORY]
+    assert tokens[:3] == expected
 
 
 @pytest.mark.parametrize("rows", [1, 20], ids=["one row", "short prompts"])
 def test_draft_without_memory_changes_no_text(folders, redis, monkeypatch, rows):
     prompts = [*SHORT, LONG]
     expected = cluster.reference(folders[0], prompts, NEW_TOKENS)
-    deployment = cluster.make_deployment(*folders, "cluster.stages=2", "policy.width=8")
-    requests = [{"prompt": each, "max_new_tokens": NEW_TOKENS} for each in prompts]
     fail_above(monkeypatch, "forward", rows, is_draft, of_torch)
-    answers = cluster.decode(deployment, redis, requests)
-    assert [reason for _, reason, _ in answers] == ["length"] * 4
-    assert [tokens for tokens, *_ in answers] == expected
+    found = decoded(folders, redis, prompts, "cluster.stages=2", "policy.width=8")
+    assert found == (["length"] * 4, expected)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from pipespec.cluster.ranks import rank_components
 from pipespec.core import SamplingParams
@@ -30,21 +28,15 @@ TOKENS = 14
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=5)
 
 
-def prompts(lengths: Sequence[int], vocabulary: int = models.VOCAB_SIZE) -> list[list[int]]:
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
     rng = np.random.default_rng(7)
-    return [rng.integers(2, vocabulary, length).tolist() for length in lengths]
+    return [rng.integers(2, models.VOCAB_SIZE, length).tolist() for length in lengths]
 
 
-def reference(path: Path, asked: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """The greedy answers of Hugging Face `generate` in float32, without a cache: with one, Nemotron
-    H's kernel for single tokens is .02 from its own forward pass, which is that of double
-    precision to 1e-5."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    how = {"do_sample": False, "use_cache": False, "pad_token_id": 0, "eos_token_id": None}
-    texts = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=tokens, **how) for prompt in asked
-    ]
-    return [text[0, len(prompt) :].tolist() for text, prompt in zip(texts, asked, strict=True)]
+def reference(path: Path, asked: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Without a cache: with one, Nemotron H's kernel for single tokens is .02 from its own forward
+    pass, which is that of double precision to 1e-5."""
+    return cluster.reference(path, asked, TOKENS, use_cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +48,7 @@ def target(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def greedy(target) -> Callable[[str], list[list[int]]]:
-    return cache(lambda kind: reference(target(kind), prompts(PROMPT_LENGTHS), TOKENS))
+    return cache(lambda kind: reference(target(kind), prompts(PROMPT_LENGTHS)))
 
 
 def _cases() -> list[object]:
@@ -116,10 +108,10 @@ def test_shared_prefixes_change_no_text(target, redis, policy, stages, monkeypat
     deployment = cluster.make_deployment(path, path, *settings)
     common, *ends = prompts([70, 5, 12])
     asked = [[*common, *end] for end in ends]
-    (answer,) = reference(path, asked[:1], TOKENS)
+    (answer,) = reference(path, asked[:1])
     asked.append([*asked[0], *answer, 7, 8, 9])
     requests = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in asked]
     answers = cluster.decode(deployment, redis, requests)
-    assert [tokens for tokens, *_ in answers] == reference(path, asked, TOKENS)
+    assert [tokens for tokens, *_ in answers] == reference(path, asked)
     cached = [statistics["cached_tokens"] for *_, statistics in answers]
     assert cached == [0, 64, len(asked[0]) - 1]

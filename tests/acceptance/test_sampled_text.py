@@ -104,7 +104,7 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
         settings = "cluster.stages=2", "policy.row_cost=0.0001", f"proposer={source}"
         deployment = cluster.make_deployment(tiny, tiny, *settings)
         asked = SamplingParams(0.8, seed=1)
-        request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}
+        request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 40, "sampling": asked}
         [(tokens, _, statistics)] = cluster.decode(deployment, redis, [request])
         found[foresight] = tokens, statistics["hit_rate"]
     assert found[True][0] == found[False][0]

@@ -73,12 +73,12 @@ def expected(
     redis_server: EmbeddedRedis, long: bool
 ) -> tuple[list[dict[str, object]], list[list[int]]]:
     """The requests, and their answers without speculation."""
-    cases = [(name, seed) for name in SCHEMAS for seed in range(25 if long else 2)]
+    cases = [(name, seed) for name in SCHEMAS for seed in range(25 if long else 1)]
     requests = [asked(*case) for case in cases]
     answers = decoded(redis_server, REFERENCE, requests)
     for (schema, _), tokens in zip(cases, answers, strict=True):
         check(schema, tokens)
-    assert len({*map(tuple, answers)}) > len(SCHEMAS)
+    assert len({*map(tuple, answers)}) > len(cases) / 2
     return requests, answers
 
 

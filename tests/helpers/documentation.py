@@ -23,7 +23,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -275,11 +274,6 @@ class Page:
 def pages() -> list[Path]:
     """What is documentation: what the repository says of itself."""
     return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-
-
-def all_blocks(found: Iterable[Path]) -> Iterator[Block]:
-    for page in found:
-        yield from blocks(page)
 
 
 def _name(page: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -33,9 +34,9 @@ OTHERS = (
 KINDS = frozenset((*ATTENDING, *SHARED, *WITH_STATE, *OTHERS))
 
 
-def by_kind() -> list[Any]:
-    """Every architecture, for `parametrize`; one that computes like another is `long`."""
+def by_kind(kinds: Collection[str] = KINDS) -> list[Any]:
+    """Every architecture, for `parametrize`; one that is none of the `kinds` is `long`."""
     return [
-        name if name in KINDS else pytest.param(name, marks=pytest.mark.long)
+        name if name in kinds else pytest.param(name, marks=pytest.mark.long)
         for name in ARCHITECTURES
     ]

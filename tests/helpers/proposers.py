@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from pipespec.config.choices import options, read_choice
 from pipespec.config.compose import compose, policy_class
+from pipespec.head.policies.policy import SpeculationPolicy
 
 # Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
 SIZE = ("policy.width=8", "policy.children=4")
@@ -25,11 +25,18 @@ POLICIES = {policy: _small(policy) for policy in options("policy")}
 PROPOSERS = tuple(options("proposer"))
 
 
+def small_policies() -> list[SpeculationPolicy]:
+    """One of each policy of `conf/policy`."""
+    return [compose(list(settings)).policy for settings in POLICIES.values()]
+
+
 def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     """`truth` is the file that synthetic drafts read, `mid` a cascade's second model."""
     overrides = [f"proposer={proposer}"]
     needed = {
-        entry.name for entry in fields(read_choice("proposer", proposer).cls) if is_required(entry)
+        entry.name
+        for entry in fields(read_choice("proposer", proposer).cls)
+        if entry.default is entry.default_factory is MISSING
     }
     if "truth" in needed:
         overrides.append(f"proposer.truth={truth}")
@@ -39,11 +46,6 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     if not config.needs_draft:
         overrides.append("model.draft=null")
     return overrides
-
-
-def is_required(entry: Field[Any]) -> bool:
-    """Whether a setting has no default."""
-    return entry.default is MISSING and entry.default_factory is MISSING
 
 
 def write_truth(

@@ -46,14 +46,12 @@ class StoryController:
         requests: Iterable[Request] = (),
         verdicts: Callable[[int], list[Verdict]] = lambda step: [],
         lag: int = 1,
-        answers: dict[int, tuple[int, ...]] | None = None,
         cancels: Collection[int] = (),
     ):
         self._requests = {request.id: request for request in requests}
         self._queue = list(self._requests.values())
         self.verdicts = verdicts
         self._lag = lag
-        self._answers = answers or {}
         self._cancels = cancels
         self.submitted: list[int] = []
         self.completed: list[Task] = []
@@ -61,29 +59,18 @@ class StoryController:
         self.accepted: dict[int, list[int]] = {}
         self.logged: list[list[int]] = []  # the requests of each call of `accept`
         self.finished: dict[int, str] = {}
-        self.prefill_ns: dict[int, int | None] = {}
-        self.cached: dict[int, int | None] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.draft_tokens: dict[int, list[DraftTokens]] = {}  # by sequence
         self._num_read: dict[int, int] = {}  # of them, by sequence
-        self.statistics: dict[str, int] = {}
         self.counts: dict[str, int] = {}
         self.times = BatchTimes()  # that a stage has published last
-        self.of_stages: list[BatchTimes] = []  # that the head reads
-        self.watches: set[int] | None = None  # requests
         self.shown: list[dict[str, bytes]] = []
 
     def next_requests(
         self, count: int, waiting: Mapping[str, tuple[int, int]], *, wait: bool
     ) -> list[tuple[Request, tuple[int, ...]]] | None:
         taken, self._queue = self._queue[:count], self._queue[count:]
-        return [(request, self._answers.get(request.id, ())) for request in taken] or None
-
-    def request(self, request: int) -> Request:
-        return self._requests[request]
-
-    def tokens(self, request: int) -> tuple[int, ...]:
-        return self._answers.get(request, ()) + tuple(self.accepted.get(request, ()))
+        return [(request, ()) for request in taken] or None
 
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
         self.draft_tokens.setdefault(sequence, []).append(draft)
@@ -99,7 +86,6 @@ class StoryController:
         self._num_read.pop(sequence, None)
 
     def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        self.statistics = dict(statistics)
         self.counts = dict(counts)
 
     def publish_stage_stats(self, measured: BatchTimes, counts: Mapping[str, int]) -> None:
@@ -107,10 +93,10 @@ class StoryController:
         self.counts = dict(counts)
 
     def row_times(self) -> list[BatchTimes]:
-        return self.of_stages
+        return []
 
     def watched_requests(self, requests: Sequence[int]) -> set[int] | None:
-        return None if self.watches is None else self.watches & set(requests)
+        return None
 
     def publish_step(self, fields: Mapping[str, bytes]) -> None:
         self.shown.append(dict(fields))
@@ -141,16 +127,13 @@ class StoryController:
         for request, piece in pieces:
             self.logged[-1].append(request)
             answer = self.accepted.setdefault(request, [])
-            known = self._answers.get(request, ())
-            length = len(self._requests[request].prompt) + len(known) + len(answer)
+            length = len(self._requests[request].prompt) + len(answer)
             answer.extend(piece.tokens[max(0, length - piece.base) :])
 
     def finish(
         self, request: int, reason: str, prefill_ns: int | None = None, cached: int | None = None
     ) -> None:
         self.finished.setdefault(request, reason)
-        self.cached[request] = cached
-        self.prefill_ns[request] = prefill_ns
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
         self.reports[request] = stats

@@ -3,7 +3,6 @@ little."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import json
@@ -16,30 +15,19 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks.budgets import rank_memory, stage_time
-from benchmarks.budgets.timed_stage import random_tree
 from benchmarks.common import experiment, run_options
 from benchmarks.common.experiment import ROOT
-from benchmarks.load import throughput
-from benchmarks.pipeline import methods
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import inspect
-from tests.helpers.trees import check_tree
 from tools.inflate import Shape, read_config
-
-
-@pytest.fixture
-def plot():
-    """The module that draws; it needs matplotlib, which belongs to the `bench` extra."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
-    from benchmarks.common import plot
-
-    return plot
-
 
 # --- drawing ------------------------------------------------------------------------------------
 
 
-def test_a_figure_is_written_as_equal_png_and_svg(plot, tmp_path):
+def test_a_figure_is_written_as_equal_png_and_svg(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
+    from benchmarks.common import plot
+
     for name in ("a", "v1.bars"):  # a name with a dot keeps it
         with plot.figure(tmp_path / name, "Title", note="A note") as (axes,):
             values = {"root": [3.0, None], "level": [1.0, 2.0]}
@@ -51,33 +39,18 @@ def test_a_figure_is_written_as_equal_png_and_svg(plot, tmp_path):
     assert "Title" in svg and "A note" in svg and "ms" in svg and "<dc:date>" not in svg
 
 
-@pytest.mark.usefixtures("plot")
-def test_a_stored_table_of_methods_can_be_drawn(tmp_path):
-    rows = [
-        {"policy": policy, "width": width, "children": 8, "rounds": 1, "tokens_per_step": 0.3}
-        for policy, width in [("root", 1), ("static_tree", 21), ("level", 4), ("level", 8)]
-    ]
-    methods.draw("Tokens per step", rows, tmp_path / "methods")
-    assert (tmp_path / "methods.svg").exists()
-    with pytest.raises(SystemExit, match="level and best_first"):
-        methods.draw("Tokens per step", rows[:2], tmp_path / "none")
-
-
 # --- a stage's time -----------------------------------------------------------------------------
-
-
-def measured_stage(monkeypatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["stage", "--quick", "--device", "cpu", *map(str, arguments)])
-    stage_time.main()
 
 
 @pytest.fixture(scope="module")
 def demo_stage(tmp_path_factory):
     """A stage of the demo target, measured once: what was stored, and what was printed."""
     file, printed = tmp_path_factory.mktemp("measured") / "stage.json", io.StringIO()
-    plotted = ("--plot", file.with_suffix("")) if find_spec("matplotlib") else ()
+    plotted = ("--plot", str(file.with_suffix(""))) if find_spec("matplotlib") else ()
+    asked = ["--quick", "--device", "cpu", "--dtype", "float32", "--draft", "demo", *plotted]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        measured_stage(patch, "--dtype", "float32", "--draft", "demo", "--json", file, *plotted)
+        patch.setattr(sys, "argv", ["stage", *asked, "--json", str(file)])
+        stage_time.main()
     assert file.with_suffix(".svg").exists() or not plotted
     return json.loads(file.read_text()), printed.getvalue()
 
@@ -112,15 +85,6 @@ def test_what_a_step_must_read_and_compute_follows_from_the_shape(demo_stage):
     whole = rank_memory.predict(two_layers, range(2), 4, context=0, tree=0, batch=0)
     assert (draft["layers"], draft["of"]) == (2, shape.layers)
     assert draft["weight_bytes"] == whole.weights
-
-
-def test_random_trees_are_wide_and_deep_and_of_any_size():
-    for nodes in (1, 2, 7, 64, 576):
-        tree = random_tree(nodes, context=100, vocab=50)
-        check_tree(tree)
-        assert len(tree) == nodes + 1
-    assert tree.depth.max() > 50
-    assert max((tree.depth == level).sum() for level in range(1, 50)) > 8
 
 
 # --- arithmetic ---------------------------------------------------------------------------------
@@ -169,22 +133,6 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     assert settings["emulate"]["draft_ms"] == 17.0
     assert str(tmp_path) not in json.dumps(settings)
     assert experiment.overrides(given, tmp_path)[2] == "proposer.truth=truth.jsonl"
-
-
-@pytest.mark.long
-def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests():
-    options = argparse.Namespace(
-        rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, machine="fixed", scale=1.0,
-        stage_ms=None, draft_ms=None, link="none", curve="1:0.7,8:0.95",
-        spread=0.5,
-    )  # fmt: skip
-    plain = throughput.row("root", 3, options, {})
-    assert plain["speed_up"] == 1
-    assert plain["tokens_per_step"] == pytest.approx(3 / 4, abs=0.01)
-    for method in throughput.METHODS:
-        found = throughput.row(method, 3, options, plain)
-        assert found["speed_up"] == found["tokens_per_s"] / plain["tokens_per_s"]
-        assert found["speed_up"] > 1.2 or method == "root"
 
 
 # --- all of them --------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from functools import partial
 import pytest
 
 from benchmarks.faults import chaos, fault_injector
-from benchmarks.faults.checked_load import RecoveryResult
-from benchmarks.faults.fault_injector import Fault
 from tools.rig import clock, testbed
 
 
@@ -31,22 +29,6 @@ def test_contradicting_options_are_refused(options, said, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         chaos.parse()
     assert said in " ".join(capsys.readouterr().err.split())
-
-
-def test_hosts_are_refused_without_a_testbed(monkeypatch, capsys):
-    monkeypatch.setattr(testbed, "missing", lambda: "a test bed needs root")
-    monkeypatch.setattr(sys, "argv", ["chaos", "--hosts", "3"])
-    with pytest.raises(SystemExit):
-        chaos.parse()
-    assert "--hosts 3 is not possible here: a test bed needs root." in capsys.readouterr().err
-
-
-def test_recoveries_are_summed_by_kind_without_faults_that_had_no_target():
-    faults = [Fault("kill", "1", at, 0.0) for at in (0, 4, 9)]
-    results = [RecoveryResult(hit, s, 1, "") for hit, s in ((True, 1.0), (False, 9.0), (True, 3.0))]
-    kill, every = chaos.table(chaos.ChaosRun(faults, results))
-    assert (kill["times"], kill["idle"], kill["no_target"], kill["median_s"]) == (3, 1, 1, 2.0)
-    assert every == {**kill, "fault": "all"}
 
 
 def test_in_flight_schedule_has_every_kind_equally_often_and_some_faults_at_rest():

@@ -44,7 +44,7 @@ SLICES = (range(2), range(2, 3), range(3, 4))
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     hub = Hub({})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**10)
+    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**12)
     with used(hub, tmp_path / "hub", monkeypatch):
         yield hub
 
@@ -117,7 +117,7 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
         assert fetch_parts(info.path, parts) > 0
         assert fetch_parts(info.path, parts) == 0
         own = hub.weight_bytes - before
-        assert own <= 1.02 * slice_bytes(info.path, parts)
+        assert own <= 1.05 * slice_bytes(info.path, parts)
         model = ModelSlice.load(info.path, layers, dtype=torch.float32, num_slots=64)
         rows = model.forward(rows, torch.from_numpy(plan.positions), plan)
     how = {"gguf_file": reference.name} if reference.suffix == ".gguf" else {}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.common import experiment
 from benchmarks.common.run_options import TARGET
-from benchmarks.peers import compare_engines, links
+from benchmarks.peers import compare_engines
 from benchmarks.peers.compare_engines import CHAT, CODE, HUGGING_FACE
 from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
@@ -58,20 +57,6 @@ def test_answer_that_differs_from_the_reference_is_not_counted_as_equal() -> Non
     (row,) = figures(found, ran(1, [1, 2], [4, 5, END]), [END])
 
     assert (row["equal_answers"], row["answers"]) == (3, 4)
-
-
-def test_engine_that_does_not_say_its_tokens_per_step_has_none(capsys) -> None:
-    silent = Run(1.0, ran(50, [1, 2, 3]).answers)
-    found = Race(
-        CHECK, {"pipespec": [ran(10, [1, 2, 3])], "vLLM": [silent]}, {"pipespec": 0, "vLLM": 0}
-    )
-
-    own, other = figures(found, ran(1, [1, 2, 3]), [END])
-
-    assert own["tokens_per_step"]["median"] == 2 and other["tokens_per_step"] is None
-    assert own["times_vllm"]["median"] == pytest.approx(5)
-    experiment.show("A race", [links.cells(own), links.cells(other)])
-    assert "2.00" in capsys.readouterr().out
 
 
 def test_figures_of_each_kind_of_prompt_are_its_own() -> None:

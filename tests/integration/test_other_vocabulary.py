@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipespec import LLM, SamplingParams
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.core import SamplingParams
 from pipespec.errors import ModelError
 from pipespec.extras.bench.figures import RequestResult
 from pipespec.extras.bench.profiling import read_answers
 from pipespec.system.folders import resource_dir
+from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,17 +56,18 @@ def renamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_draft_tokens_are_accepted_and_the_text_is_the_target_s(
-    renamed: Path, caplog: pytest.LogCaptureFixture
+    renamed: Path, redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    drawn = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
     texts = []
-    for draft, policy in ((renamed, "level"), (None, "root")):
-        settings = {"policy": policy}
-        with LLM(resource_dir("demo") / "target", draft=draft, stages=2, settings=settings) as llm:
-            answers = [llm.generate(PROMPT, each)[0].outputs[0] for each in (asked, drawn)]
-        texts.append([list(each.token_ids) for each in answers])
-        assert (answers[0].metrics["hit_rate"] > 0.6) == (policy == "level")
+    for draft, policy in ((renamed, "level"), (resource_dir("demo") / "draft", "root")):
+        settings = "cluster.stages=2", f"policy={policy}"
+        deployment = cluster.make_deployment(resource_dir("demo") / "target", draft, *settings)
+        asked = {"prompt": ModelInfo.of(deployment).encode(PROMPT), "max_new_tokens": 40}
+        drawn = {"sampling": SamplingParams(temperature=0.7, seed=3)}
+        answers = cluster.decode(deployment, redis, [asked, asked | drawn])
+        texts.append([tokens for tokens, *_ in answers])
+        *_, stats = answers[0]
+        assert (stats["hit_rate"] > 0.6) == (policy == "level")
     assert texts[0] == texts[1]
     assert "94 % of its tokens are the target's too" in caplog.text
 

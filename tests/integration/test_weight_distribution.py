@@ -91,7 +91,7 @@ def hub(
     shutil.copytree(known, tmp_path / "alpha")
     hub.token = TOKEN
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'helpers' / 'small_blocks'}:{ROOT}")
-    monkeypatch.setattr(parts_file, "BLOCK_BYTES", 2**14)
+    monkeypatch.setattr(parts_file, "BLOCK_BYTES", 2**15)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alpha"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with used(hub, tmp_path / "hub", monkeypatch):
@@ -276,13 +276,13 @@ def kill_all(cache: Path) -> None:
                 each.kill()
 
 
-def in_view(folder: Path, path: Path, python: str = sys.executable, *, hide: bool = True) -> str:
+def in_view(folder: Path, path: Path, *, hide: bool = True) -> str:
     """A Python that finds a folder empty, as on a host that does not have it, or that finds it
     although its parent process does not."""
     file = folder / f"python-{'hidden' if hide else 'seen'}"
     change = f"mount -t tmpfs none {path}" if hide else f"umount {path}"
     file.write_text(
-        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {python} "$@"\' sh "$@"\n'
+        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     file.chmod(0o755)
     return str(file)
@@ -443,7 +443,11 @@ def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["a mirror that sends files to the token alone", "no hub from there"]
+    "why",
+    [
+        "a mirror that sends files to the token alone",
+        pytest.param("no hub from there", marks=pytest.mark.long),
+    ],
 )
 def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, rig: Rig) -> None:
     changes = {}

@@ -26,10 +26,6 @@ PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
 ENDING_S = 30.0
 
 
-def resolved(base: str, device: str) -> str:
-    return base.replace("${DEVICE}", device)
-
-
 def understood(words: list[str]) -> list[str]:
     """The settings of a `pipespec serve`, which the command line and Hydra accept."""
     arguments, rest = _parser().parse_known_args(words)
@@ -46,7 +42,7 @@ def test_base_images_are_pinned() -> None:
     names = {stage.name for stage in DOCKERFILE.stages}
     for device in ("cpu", "cuda"):
         for stage in DOCKERFILE.stages:
-            base = resolved(stage.base, device)
+            base = stage.base.replace("${DEVICE}", device)
             assert base in names or PINNED.fullmatch(base), base
 
 

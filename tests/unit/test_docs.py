@@ -16,6 +16,7 @@ from pipespec.cli.main import COMMANDS
 from pipespec.config.hosts import FILE, HOST
 from pipespec.engine.formats.architectures import ARCHITECTURES
 from tests.helpers.documentation import blocks, indented_commands, pages
+from tools import settings_reference
 from tools.docs import glossary, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -206,7 +207,7 @@ def test_figures_are_those_of_the_stored_results() -> None:
     assert sorted(named) == sorted(figures.BLOCKS)
 
 
-@pytest.mark.parametrize("tool", [glossary, metrics])
+@pytest.mark.parametrize("tool", [glossary, metrics, settings_reference])
 def test_generated_page_is_up_to_date(tool: Any) -> None:
     assert tool.PAGE.read_text() == tool.page(), f"run python -m {tool.__name__}"
 

@@ -42,18 +42,13 @@ def page(tmp_path: Path) -> Iterator[Page]:
         yield Page(sandbox)
 
 
-def written(tmp_path: Path, text: str) -> Path:
-    file = tmp_path / "page.md"
-    file.write_text(text)
-    return file
-
-
 def console(text: str, **marks: str) -> Block:
     return Block("page.md", 1, "console", text, marks)
 
 
 def test_blocks_have_language_text_and_marks(tmp_path: Path) -> None:
-    first, second, third = blocks(written(tmp_path, TEXT))
+    (tmp_path / "page.md").write_text(TEXT)
+    first, second, third = blocks(tmp_path / "page.md")
     assert (first.language, first.text, first.slow, first.line) == ("console", "$ false\n", True, 5)
     assert first.marks["exit"] == "2"
     assert (second.language, second.text, second.marks) == ("text", "a\n", {})

@@ -23,14 +23,12 @@ from benchmarks.papers.machines import (
 )
 from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
-from benchmarks.papers.swiftspec import TwoBatches, interpolated
+from benchmarks.papers.swiftspec import interpolated
 from benchmarks.papers.tables import AHEAD, BEHIND, REACHED, compared
-from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.simulation import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 
-UNSURE = Accuracy({1: 0.6, 32: 0.97}, 0.8)
 # Of Student's distribution, from printed tables.
 QUANTILES = {4: 2.776, 9: 2.262, 19: 2.093, 44: 2.015, 10**6: 1.960}
 # What must be compared, or listed as impossible.
@@ -116,14 +114,6 @@ def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_pat
     assert again[cell].percentile(90) == first[cell].percentile(90)
     for changed in (Runs(1.0, file, "b"), Runs(0.5, file, "a")):
         assert [*changed.simulate([cell], jobs=1)] == [0]
-
-
-def test_more_nodes_a_draft_round_find_more_tokens() -> None:
-    found = [
-        Cell(TwoBatches(16, 8, draft_batch=size), one_stage(13.25, 2.8), UNSURE, tokens=600).run()
-        for size in (1, 8)
-    ]
-    assert found[0].tokens_per_step.value < found[1].tokens_per_step.value
 
 
 def test_machines_have_the_times_of_the_whole_model() -> None:

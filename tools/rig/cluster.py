@@ -105,7 +105,12 @@ def answers(
 
 
 def reference(
-    target: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
+    target: Path,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    use_cache: bool = True,
+    **settings: Any,
 ) -> list[list[int]]:
     """The greedy answers of Hugging Face `generate`, one prompt at a time.
 
@@ -121,6 +126,7 @@ def reference(
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=0,
+            use_cache=use_cache,
         )
         out.append(answer[0, len(prompt) :].tolist())
     return out

@@ -2,4 +2,4 @@
 
 from pipespec.engine.checkpoint.parts import parts_file
 
-parts_file.BLOCK_BYTES = 2**14
+parts_file.BLOCK_BYTES = 2**15

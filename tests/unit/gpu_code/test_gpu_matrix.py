@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from itertools import combinations, product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from pipespec.engine.attention import select, triton_backend
+from pipespec.engine.attention import kernels, select, triton_backend
 from pipespec.engine.attention.triton_backend import (
     SHARED_KIB,
     Launch,
@@ -18,7 +19,7 @@ from pipespec.engine.attention.triton_backend import (
     capability_error,
     tile_rows,
 )
-from tests.helpers.planted_kernels import plant
+from tools.gpu_code import matrix
 from tools.gpu_code.compiling import Compiled, compile_variant
 from tools.gpu_code.matrix import AXES, Case, Variant, compiled_for, covering_cases
 
@@ -29,6 +30,21 @@ BATCHES = (1, 2, 3, 16, 17, 32, 1)
 def variant(**changes: object) -> Variant:
     (found,) = (each for each in compiled_for(CASE, [1]) if each.kernel == "attend")
     return Variant(**{**vars(found), **changes})
+
+
+def plant(before: str, after: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace this text of the kernels' source, which must be there once. `folder` keeps the
+    changed source, which Triton reads."""
+    source = Path(kernels.__file__).read_text()
+    assert source.count(before) == 1
+    path = folder / "planted_kernels.py"
+    path.write_text(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    for user in (triton_backend, matrix):
+        monkeypatch.setattr(user, "kernels", changed)
 
 
 def test_batches_of_any_size_run_what_the_first_one_compiled() -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.controller.request_log import CANCELLED
 from pipespec.controller.task_graph import Task, TaskKind
 from pipespec.core import (
     DRAFT,
@@ -199,23 +198,6 @@ def test_verdicts_of_one_step_are_logged_in_one_call():
     assert all(controller.logged)
 
 
-def test_answer_of_an_earlier_epoch_is_read_like_the_prompt():
-    request = Request(3, tuple(TEXT[:4]), max_new_tokens=10)
-    answers = {3: tuple(TEXT[4:9])}
-    sent, controller = run(Root(), [request], {3: TEXT}, chunk=64, answers=answers)
-    assert sent[0].rows[:, TOKEN].tolist() == TEXT[:9]
-    assert controller.accepted == {3: TEXT[9:14]}
-
-
-def test_cancelled_request_never_enters_the_pipeline():
-    request = Request(3, tuple(TEXT[:4]), max_new_tokens=50)
-    sent, controller = run(Level(8, 4), [request], {3: TEXT}, chunk=8, cancels=[3])
-    assert controller.finished == {3: CANCELLED}
-    assert controller.accepted == {}
-    assert sum(len(batch) for batch in sent) == 0
-    assert not any(batch.finished for batch in sent), "the stages have not heard of it"
-
-
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_draft_tokens_of_lossy_requests_are_sent_in_every_step_until_they_end(cancelled: bool):
     requests = [
@@ -306,17 +288,3 @@ def test_grammar_that_cannot_be_compiled_ends_only_its_request():
     )
     assert controller.finished == {1: GRAMMAR, 2: "length"}
     assert controller.accepted == {2: TEXT[3:8]}
-
-
-def test_failed_verdict_ends_the_request_with_the_tokens_decided_so_far():
-    loop, _, controller = head(
-        BestFirst(4, 2),
-        [formed(1)],
-        {1: FORMED},
-        compile_grammar=lambda _: compiled(OneOf(FORM, EOS)),
-    )
-    tell = controller.verdicts
-    controller.verdicts = lambda step: [replace(each, failed=GRAMMAR) for each in tell(step)]
-    loop.run_until_done()
-    assert controller.finished == {1: GRAMMAR}
-    assert controller.accepted[1] == FORMED[3 : 3 + len(controller.accepted[1])]

@@ -46,18 +46,6 @@ def test_a_queue_and_batches_that_are_not_measured_do_not_count_as_length():
     assert batches.depth(5) == 4
 
 
-def test_batches_are_in_flight_until_their_verdicts_arrive():
-    batches = InFlight(2)
-    counts = []
-    for step in range(3):
-        batches.add_batch(step, 0)
-        counts.append(len(batches))
-    for step in range(2):
-        batches.add_verdict(step, 0)
-        counts.append(len(batches))
-    assert counts == [1, 2, 3, 2, 1]
-
-
 def test_waiting_for_requests_is_no_part_of_a_pass():
     batches = after(4, 20)
     known = batches.interval_ms(4)

@@ -36,13 +36,13 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.tree import ROOT
 from pipespec.timing.batch_times import BatchTimes
-from tests.helpers.policies import small_policies
+from tests.helpers.proposers import small_policies
 from tests.helpers.trees import check_tree
 
 NUM_STEPS = 3
 MOST = 4  # requests that are open at once
 ROWS = 12
-POLICIES = [*small_policies(width=8), Level(2, 2), Level(2, 2, levels=2)]
+POLICIES = [*small_policies(), Level(2, 2), Level(2, 2, levels=2)]
 
 
 OTHER = "policy=other"

@@ -115,25 +115,6 @@ def test_equal_nodes_are_trimmed_from_below():
     assert tree.token.tolist() == [0, 4, 5]
 
 
-def test_paths_from_a_node_and_its_ancestor_merge():
-    """What both say stands once, as the longer of them says."""
-    tree = Tree(0, -1, 9, 0, fed=True)
-    one = np.array([[1]])
-    tree.add_children(np.array([ROOT]), one, np.log([[0.9]]))
-    guesses = DraftPaths(np.array([0, 1]), np.array([2, 3]), np.log([0.8, 0.8]))
-    tree.add_children(np.array([1]), one, np.log([[0.9]]), paths=guesses)
-    asked = np.array([texts_of(tree)[1, 1], texts_of(tree)[1, 1, 2]])
-    assert not tree.expanded[asked].any()
-    # Below the child that stands already, and below its own child, the same is guessed.
-    meeting = DraftPaths(
-        np.array([0, 2, 1, 4]), np.array([3, 5, 5, 6]), np.log([0.5, 0.4, 0.3, 0.2])
-    )
-    tree.add_children(asked, np.array([[2], [3]]), np.log([[0.9], [0.9]]), paths=meeting)
-    held = texts_of(tree)
-    assert held.keys() >= {(1, 1, 2, 3), (1, 1, 2, 3, 5), (1, 1, 2, 3, 5, 6)}
-    assert tree.logp[held[1, 1, 2, 3, 5]] == pytest.approx(np.log(0.4))
-
-
 def test_draft_token_below_padding_is_padding():
     tree = Tree(0, -1, 0, 0, fed=True)
     logps = np.array([-0.5, -0.5, -np.inf, -0.5])

@@ -27,12 +27,12 @@ from pipespec.head.prefix_cache import (
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.proposers.token_map import MISSING, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
-from tests.helpers.policies import small_policies
+from tests.helpers.proposers import small_policies
 from tests.helpers.recurrent_toy import MODULES, recurrent_toy
 from tests.helpers.toy_pipeline import VOCABULARY, ToyModel, ToyPipeline, text_of
 
 NUM_STAGES = 3
-POLICIES = small_policies(width=8)
+POLICIES = small_policies()
 BEST_FIRST = BestFirst(8, 2)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 
@@ -61,6 +61,13 @@ def run(toy: ToyPipeline, requests: Sequence[Request]) -> list[Batch]:
     for request in requests:
         assert toy.answers[request.id] == text_of(request, NUM_STAGES)
     return sent
+
+
+def rows_read(toy: ToyPipeline, requests: Sequence[Request]) -> int:
+    """How many rows of prompts the stages read for these requests."""
+    before = toy.rows_read
+    run(toy, requests)
+    return toy.rows_read - before
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -108,12 +115,9 @@ def test_num_common_counts_the_common_prefix(one: list[int], other: list[int]):
 
 def test_request_skips_the_prefix_of_an_earlier_request():
     toy = pipeline()
-    run(toy, [Request(0, PREFIX, 4)])
-    assert toy.rows_read == len(PREFIX)
-    run(toy, [Request(1, PREFIX, 4)])
-    assert toy.rows_read == len(PREFIX) + 1, "the last token's logits are needed"
-    run(toy, [Request(2, PREFIX[:30] + prompt(1, 9), 4)])
-    assert toy.rows_read == len(PREFIX) + 1 + 9
+    assert rows_read(toy, [Request(0, PREFIX, 4)]) == len(PREFIX)
+    assert rows_read(toy, [Request(1, PREFIX, 4)]) == 1, "the last token's logits are needed"
+    assert rows_read(toy, [Request(2, PREFIX[:30] + prompt(1, 9), 4)]) == 9
     assert toy.scheduler.admission.cache.queries == 2 * len(PREFIX) + 39
     assert toy.scheduler.admission.cache.hits == len(PREFIX) - 1 + 30
 
@@ -122,10 +126,8 @@ def test_next_turn_of_a_conversation_reads_only_new_tokens_and_replaces_the_reta
     toy = pipeline()
     text: tuple[int, ...] = PREFIX[:20]
     for turn in range(3):
-        before = toy.rows_read
-        run(toy, [Request(turn, text, 5)])
         # The answer's last token was decided, not fed.
-        assert toy.rows_read - before == (20 if turn == 0 else 1 + 6)
+        assert rows_read(toy, [Request(turn, text, 5)]) == (20 if turn == 0 else 1 + 6)
         text += (*toy.answers[turn], *prompt(turn + 1, 6))
     assert len(toy.scheduler.admission.cache.retained_texts) == 1
     assert toy.scheduler.admission.cache.held == len(text) - 6 - 1
@@ -146,22 +148,19 @@ def test_draft_model_shares_prefixes_until_it_needs_the_slots():
 def test_requests_of_different_salts_share_nothing_at_the_stages_or_at_the_draft():
     toy = ToyPipeline(config(), draft_slots=200, answers={})
     for i, salt in enumerate(("", "a", "b")):
-        before, drafted = toy.rows_read, toy.draft.runner.model.rows
-        run(toy, [Request(2 * i, PREFIX, 4, cache_salt=salt)])
-        assert toy.rows_read - before == len(PREFIX)
+        drafted = toy.draft.runner.model.rows
+        assert rows_read(toy, [Request(2 * i, PREFIX, 4, cache_salt=salt)]) == len(PREFIX)
         assert toy.draft.runner.model.rows - drafted >= len(PREFIX)
-        before, drafted = toy.rows_read, toy.draft.runner.model.rows
-        run(toy, [Request(2 * i + 1, PREFIX, 4, cache_salt=salt)])
-        assert toy.rows_read - before == 1, "of one salt they do share"
+        drafted = toy.draft.runner.model.rows
+        again = Request(2 * i + 1, PREFIX, 4, cache_salt=salt)
+        assert rows_read(toy, [again]) == 1, "of one salt they do share"
         assert toy.draft.runner.model.rows - drafted < len(PREFIX)
 
 
 def test_text_of_one_salt_does_not_replace_a_prefix_of_another_salt():
     toy = pipeline(num_slots=400)
     run(toy, [Request(0, PREFIX[:30], 4, cache_salt="a"), Request(1, PREFIX, 4, cache_salt="b")])
-    before = toy.rows_read
-    run(toy, [Request(2, PREFIX[:30], 4, cache_salt="a")])
-    assert toy.rows_read - before == 1
+    assert rows_read(toy, [Request(2, PREFIX[:30], 4, cache_salt="a")]) == 1
 
 
 def test_max_retained_zero_shares_and_retains_nothing():
@@ -179,11 +178,10 @@ def test_max_retained_zero_shares_and_retains_nothing():
 def test_prompt_with_logprobs_is_read_whole_and_can_be_shared():
     toy = pipeline()
     told = SamplingParams(prompt_logprobs=0)
-    run(toy, [Request(0, PREFIX, 4), Request(1, PREFIX, 4, sampling=told)])
-    assert toy.rows_read == 2 * len(PREFIX)
+    both = [Request(0, PREFIX, 4), Request(1, PREFIX, 4, sampling=told)]
+    assert rows_read(toy, both) == 2 * len(PREFIX)
     assert toy.boards[-1].scored == {1: len(PREFIX) - 1}
-    run(toy, [Request(2, PREFIX, 4)])
-    assert toy.rows_read == 2 * len(PREFIX) + 1
+    assert rows_read(toy, [Request(2, PREFIX, 4)]) == 1
 
 
 def test_least_recently_used_text_is_freed_first_and_only_as_far_as_needed():
@@ -195,9 +193,7 @@ def test_least_recently_used_text_is_freed_first_and_only_as_far_as_needed():
     sent = run(toy, [Request(3, prompt(3, 40), 4)])
     assert before <= 2 * 43 and toy.scheduler.admission.cache.held <= 120
     assert 1 in {number for batch in sent for number, _ in batch.retained_prefixes}
-    before = toy.rows_read
-    run(toy, [Request(4, prompt(1, 40), 4)])
-    assert toy.rows_read == before + 1
+    assert rows_read(toy, [Request(4, prompt(1, 40), 4)]) == 1
 
 
 # --- requests at the same time ----------------------------------------------------------------
@@ -270,15 +266,15 @@ def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     first = Request(0, PREFIX, 6)
     run(toy, [first])
     answer = tuple(toy.answers[0])
-    before = toy.rows_read
-    run(toy, [Request(1, PREFIX + answer + prompt(3, 5), 6)])
-    assert toy.rows_read - before == 1 + len(answer) + 5, "from the last token of the prompt on"
-    before = toy.rows_read
-    run(toy, [Request(2, PREFIX[:30] + prompt(4, 9), 6)])
-    assert toy.rows_read - before == 39, "no state is kept in the middle of a prompt"
-    before = toy.rows_read
-    run(toy, [Request(i, prompt(5, 32), 6) for i in range(3, 6)])
-    assert toy.rows_read - before == 32 + 2, "one reads the prompt for the others"
+    assert rows_read(toy, [Request(1, PREFIX + answer + prompt(3, 5), 6)]) == 1 + len(answer) + 5, (
+        "from the last token of the prompt on"
+    )
+    assert rows_read(toy, [Request(2, PREFIX[:30] + prompt(4, 9), 6)]) == 39, (
+        "no state is kept in the middle of a prompt"
+    )
+    assert rows_read(toy, [Request(i, prompt(5, 32), 6) for i in range(3, 6)]) == 32 + 2, (
+        "one reads the prompt for the others"
+    )
 
 
 @pytest.mark.parametrize("model_type", SOME)
@@ -286,15 +282,14 @@ def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
 def test_prompts_with_a_common_beginning_share_it_up_to_the_last_state(model_type, policy):
     toy = recurrent_pipeline(model_type, state_interval=16, policy=policy)
     run(toy, [Request(0, PREFIX, 6)])
-    assert toy.rows_read == len(PREFIX)
-    run(toy, [Request(1, PREFIX[:36] + prompt(4, 9), 6)])
-    assert toy.rows_read - len(PREFIX) == 4 + 9, "32 tokens are shared"
-    before = toy.rows_read
-    run(toy, [Request(i, PREFIX[:30] + prompt(5 + i, 9), 6) for i in range(2, 5)])
-    assert toy.rows_read - before == 3 * (14 + 9), "16 tokens are shared"
-    before = toy.rows_read
-    run(toy, [Request(i, prompt(9, 40) + prompt(5 + i, 9), 6) for i in range(5, 8)])
-    assert toy.rows_read - before == 49 + 2 * (8 + 9), "one reads 32 tokens for the others"
+    shared = rows_read(toy, [Request(1, PREFIX[:36] + prompt(4, 9), 6)])
+    assert shared == 4 + 9, "32 tokens are shared"
+    assert rows_read(
+        toy, [Request(i, PREFIX[:30] + prompt(5 + i, 9), 6) for i in range(2, 5)]
+    ) == 3 * (14 + 9), "16 tokens are shared"
+    assert rows_read(
+        toy, [Request(i, prompt(9, 40) + prompt(5 + i, 9), 6) for i in range(5, 8)]
+    ) == 49 + 2 * (8 + 9), "one reads 32 tokens for the others"
 
 
 @pytest.mark.parametrize("model_type", SOME)
@@ -317,9 +312,9 @@ def test_least_recently_used_state_is_replaced_and_its_text_cut():
     first, second, third = prompt(1, 40), prompt(2, 20), prompt(3, 20)
     run(toy, [Request(0, first, 4), Request(1, second, 4), Request(2, third, 4)])
     assert len(cache.states) == 4
-    before = toy.rows_read
-    run(toy, [Request(3, first[:36], 4)])
-    assert toy.rows_read - before == 4, "of a text the longest prefix was given up first"
+    assert rows_read(toy, [Request(3, first[:36], 4)]) == 4, (
+        "of a text the longest prefix was given up first"
+    )
     for loop in toy.stages:
         assert loop.runner.model.recurrent._book.num_states <= 4 + 4
 
@@ -331,9 +326,7 @@ def test_a_long_text_takes_half_of_the_states_at_most():
     run(toy, [Request(1, long, 2)])
     states = toy.scheduler.admission.cache.states
     assert states.places(1, 80) == {16, 32, 48, 64, 79}, "at first they were 8 apart"
-    before = toy.rows_read
-    run(toy, [Request(2, short, 2)])
-    assert toy.rows_read - before == 1
+    assert rows_read(toy, [Request(2, short, 2)]) == 1
 
 
 # --- whatever happens -------------------------------------------------------------------------

@@ -64,10 +64,6 @@ def test_the_longer_the_pipeline_the_less_a_round_saves():
     assert sorted(found, reverse=True) == found and len(set(found)) == 4
 
 
-def test_a_round_without_nodes_saves_nothing():
-    assert not NextBatch(ROOT_ALONE, 8, state()).is_round_worth(np.empty(0))
-
-
 def test_the_first_round_of_all_is_tried():
     unknown = state(child_probabilities=np.empty(0), draft_ms=100 * STEP_MS)
     assert NextBatch(ROOT_ALONE, 8, unknown).is_round_worth(ROOT_ALONE)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pipespec.core import COMMITTED, KIND, LAST_COMMITTED, NODE, PARENT, Request
-from pipespec.head.policies.policy import PipelineState
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import ROOT
 from pipespec.text import FinalText
@@ -73,22 +72,6 @@ def test_answer_of_an_earlier_epoch_is_part_of_the_committed_text(answer: str) -
     rows = sequence.context.rows(0)
     assert rows[:, KIND].tolist() == [COMMITTED] * root + [LAST_COMMITTED]
     assert rows[1:, PARENT].tolist() == rows[:-1, NODE].tolist()
-
-
-@pytest.mark.parametrize("answer", ["", "o", "once"])
-def test_committed_text_is_read_before_decoding_begins(answer: str) -> None:
-    sequence = opened(answer)
-    assert sequence.committed_len == len(PROMPT) + len(answer)
-    for prefilled in range(sequence.committed_len):
-        sequence.prefilled = prefilled
-        assert sequence.prompt_left
-    sequence.prefilled = sequence.committed_len
-    assert not sequence.prompt_left
-    assert not sequence.decoding
-    sequence.accept([ord("x")], LATER)
-    assert sequence.decoding
-    assert not sequence.prompt_left
-    assert sequence.committed_len == len(PROMPT) + len(answer)
 
 
 @pytest.mark.parametrize(
@@ -167,15 +150,6 @@ def test_replayed_tokens_get_the_time_at_which_the_sequence_was_added() -> None:
     }
 
 
-def test_request_that_ended_before_has_a_time_for_every_token() -> None:
-    sequence = opened("once", max_new_tokens=4)
-    assert sequence.ended == "length"
-    statistics = sequence.statistics()
-    assert statistics["replayed"] == 4
-    assert statistics["token_ns"] == [THEN] * 4
-    assert statistics["first_token"] == {}
-
-
 def test_first_token_counts_are_those_of_this_epoch() -> None:
     sequence = opened("one")
     sequence.counts["steps"], sequence.counts["rows"] = 5, 9
@@ -194,15 +168,3 @@ def test_a_hit_is_a_token_that_was_on_its_way() -> None:
     guess(sequence, "x", fed=True)
     sequence.accept([ord(" ")], LATER)  # was not guessed
     assert sequence.hits == 1
-
-
-@pytest.mark.parametrize(("left", "useful"), [(1, 0), (2, 1), (3, 2), (9, 2)])
-def test_nodes_at_the_last_position_are_dropped(left: int, useful: int) -> None:
-    """A root and a guess below it, with so many tokens to come after the prompt."""
-    sequence = opened(context=len(PROMPT) + left - 1)
-    guess(sequence, "a", fed=False)
-    state = PipelineState(num_stages=4, step=0)
-    seen = sequence.policy_state(state)
-    nodes = np.arange(2)
-    ends = np.count_nonzero(sequence.tree.position < seen.end)
-    assert len(sequence.drop_past_end(nodes)) == ends == useful

@@ -11,7 +11,7 @@ from tests.helpers.trees import check_tree
 VOCABULARY = 5
 
 
-def grown(seed: int, rounds: int, limit: int | None = None) -> Tree:
+def grown(seed: int, rounds: int) -> Tree:
     """A tree that random rounds of expansion have grown, at any depth."""
     rng = np.random.default_rng(seed)
     tree = Tree(7, 6, token=1, position=10, fed=True)
@@ -23,7 +23,7 @@ def grown(seed: int, rounds: int, limit: int | None = None) -> Tree:
         parents = np.sort(rng.choice(unexpanded, count, replace=False))
         children = rng.integers(1, VOCABULARY)
         tokens = np.array([rng.permutation(VOCABULARY)[:children] for _ in parents])
-        tree.add_children(parents, tokens, -rng.exponential(size=tokens.shape), limit)
+        tree.add_children(parents, tokens, -rng.exponential(size=tokens.shape))
         check_tree(tree)
     return tree
 

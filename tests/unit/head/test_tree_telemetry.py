@@ -52,12 +52,6 @@ def test_tree_snapshot_has_the_fed_nodes_and_their_ancestors(
     assert len(fed & set(shown.id.tolist())) == min(len(fed), MAX_NODES - (not tree.fed[ROOT]))
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4))
-def test_step_snapshot_survives_packing(numbers: list[int]) -> None:
-    step = StepSnapshot(*numbers)
-    assert StepSnapshot.unpack(step.pack()) == step
-
-
 def test_telemetry_is_disabled_without_watchers() -> None:
     watching = TreeTelemetry()
     assert not watching.enabled

@@ -73,11 +73,9 @@ def ran(
     rank: int,
     batches: list[Batch],
     verdicts: dict[int, list[Verdict]] | None = None,
-    after: int = 1,
 ) -> tuple[list[Batch], StoryController, SliceRunner]:
-    """What a stage sends for its batches, `after` steps later followed by a stop."""
-    stop = [Batch(len(batches) + i) for i in range(after)]
-    stop.append(Batch(len(batches) + after, stop=True))
+    """What a stage sends for its batches, an empty one and a stop."""
+    stop = [Batch(len(batches)), Batch(len(batches) + 1, stop=True)]
     told = verdicts or {}
     controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
@@ -156,15 +154,6 @@ def test_miss_prunes_the_whole_tree(first):
     assert [len(batch) for batch in sent[:3]] == [3, 0, 1]
     assert stage.length(7) == 4
     assert len(stage.slots.free()) == NUM_SLOTS - 4
-
-
-def test_finished_sequence_frees_its_kv_slots_and_is_reported(first):
-    over = Batch(1, finished=(7,))
-    sent, controller, stage = ran(first, 1, [prompt(0), over])
-    assert len(stage.slots.free()) == NUM_SLOTS
-    assert sent[1].finished == (7,)
-    report = controller.reports[5]
-    assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
 
 
 def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):

@@ -2,8 +2,6 @@
 
 import json
 
-from pipespec.controller.verdict_exchange import pack_verdicts, unpack_verdicts
-from pipespec.core import Verdict
 from pipespec.timing.stats import summarise
 from pipespec.timing.trace import Timeline, write_chrome_trace
 from tools.docs.glossary import glossary
@@ -56,12 +54,6 @@ def test_rows_of_a_step_become_a_counter_event_of_their_rank(tmp_path):
     counter = json.loads(path.read_text())["traceEvents"][1]
     assert (counter["ph"], counter["name"], counter["ts"]) == ("C", "rows, rank 2", 4)
     assert counter["args"] == {"committed": 1, "draft": 5, "pruned": 2}
-
-
-def test_verdicts_survive_packing():
-    verdicts = [Verdict(3, 17, (5, 6)), Verdict(9, 2**40, ()), Verdict(1, 0, (7,))]
-    assert unpack_verdicts(pack_verdicts(verdicts, 123)) == (verdicts, 123)
-    assert unpack_verdicts(pack_verdicts([], 5)) == ([], 5)
 
 
 def test_statistics_of_a_request():

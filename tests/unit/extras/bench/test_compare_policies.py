@@ -124,11 +124,6 @@ def test_figures_are_beside_those_of_the_first_way() -> None:
     assert done.differing == {}
 
 
-def test_one_token_has_no_rate() -> None:
-    (row,) = Comparison({"policy=root": result([1])}).rows()
-    assert (row["tokens_per_s"], row["speed_up"]) == (None, None)
-
-
 @pytest.mark.parametrize("other", [[1, 2, 4], [1, 2], [1, 2, 3, 4]])
 def test_answers_that_differ_in_a_token_or_in_length_are_counted(other: list[int]) -> None:
     same: list[Any] = [[5], [1, 2, 3]]

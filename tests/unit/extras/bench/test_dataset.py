@@ -37,19 +37,15 @@ def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line(tmp_path: Path) ->
     assert load(file)[0].prompt == text
 
 
-def test_a_folder_is_read_by_the_names_of_its_files(tmp_path: Path) -> None:
-    write(tmp_path / "b.jsonl", line(3))
-    write(tmp_path / "a.jsonl", line(1), line(2))
-    write(tmp_path / "notes.txt", "no data")
-    assert [sample.id for sample in load(tmp_path)] == ["q1", "q2", "q3"]
-
-
 @pytest.mark.parametrize(
     ("limit", "chosen"), [(1, [0]), (2, [0, 4]), (4, [0, 2, 4, 6]), (8, range(8)), (99, range(8))]
 )
-def test_a_limit_takes_at_equal_distances(tmp_path: Path, limit: int, chosen: list[int]) -> None:
-    write(tmp_path / "a.jsonl", *map(line, range(4)))
+def test_a_limit_takes_at_equal_distances_of_the_files_of_a_folder(
+    tmp_path: Path, limit: int, chosen: list[int]
+) -> None:
     write(tmp_path / "b.jsonl", *map(line, range(4, 8)))
+    write(tmp_path / "a.jsonl", *map(line, range(4)))
+    write(tmp_path / "notes.txt", "no data")
     assert [sample.id for sample in load(tmp_path, limit)] == [f"q{i}" for i in chosen]
 
 

@@ -98,12 +98,6 @@ def test_the_next_comes_when_any_finishes(run) -> None:
     assert result.duration_s == 9
 
 
-def test_one_after_another_unless_more_is_said(run) -> None:
-    client = StoryClient([1, 2, 3])
-    run(client)
-    assert client.came == [0, 1, 3]
-
-
 def test_at_a_rate_any_number_is_open(run) -> None:
     client = StoryClient([100] * 8)
     run(client, request_rate=2.0)

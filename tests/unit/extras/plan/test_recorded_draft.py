@@ -36,27 +36,20 @@ def text(ranks: list[int], name: str = "t", benchmark: str = "b") -> TextRecord:
     return TextRecord(name, benchmark, ranks, stated)
 
 
-def tokens_per_step(ranks: list[int]) -> float:
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # The first token of an answer finds no tree, so the second takes the whole pipeline.
+        ([1] * 200, level_equation(1.0, 4)),
+        ([1] * 50 + [MISSED] * 10 + [1] * 140, level_equation(189 / 199, 4)),
+        ([MISSED] * 40, 1 / 4),
+    ],
+    ids=["all", "misses where they were", "none"],
+)
+def test_tokens_per_step_follow_from_which_tokens_were_proposed(ranks: list[int], expected: float):
     (ran,) = simulate_texts(LEVEL, MACHINE, [text(ranks)], rounds=1)
     assert ran.tokens == len(ranks) - 1
-    return ran.tokens_per_step
-
-
-def test_text_whose_tokens_are_all_proposed_yields_a_token_per_step():
-    # The first token of an answer finds no tree, so the second takes the whole pipeline.
-    found = tokens_per_step([1] * 200)
-    assert found == pytest.approx(level_equation(1.0, 4), rel=0.05)
-
-
-def test_text_whose_tokens_are_never_proposed_takes_the_whole_pipeline_for_each():
-    assert tokens_per_step([MISSED] * 40) == pytest.approx(1 / 4)
-
-
-def test_misses_count_where_they_were_recorded():
-    rare = [1] * 200
-    rare[50:60] = [MISSED] * 10
-    found = tokens_per_step(rare)
-    assert found == pytest.approx(level_equation(189 / 199, 4), rel=0.05)
+    assert ran.tokens_per_step == pytest.approx(expected, rel=0.05)
 
 
 def test_hard_and_easy_texts_are_predicted_each_by_itself():

@@ -268,11 +268,6 @@ def test_static_tree_is_scheduled_when_the_proposer_has_no_candidates():
     assert StaticTree([2, 2]).select_to_schedule(tree, STATE).tolist() == [ROOT]
 
 
-def test_default_static_tree_is_that_of_specinfer():
-    assert StaticTree().shape == [1, 1, 3, 1, 1, 1, 1, 1]
-    assert StaticTree().max_rows == 21
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -297,33 +292,24 @@ def one_level(probabilities: list[float], *, fed: bool = True) -> Tree:
     return tree
 
 
-def fed_probabilities(policy: BestFirst, tree: Tree, state: PipelineState) -> list[float]:
-    return np.exp(tree.cum[chosen(policy, tree, state)]).round(6).tolist()
-
-
 @pytest.mark.parametrize(
-    ("row_cost", "tokens_per_step", "expected"),
+    ("row_cost", "tokens_per_step", "requests", "expected"),
     [
-        (0.0, None, [0.5, 0.2, 0.1, 0.02]),
-        (0.1, None, [0.5, 0.2, 0.1]),  # four stages: a token is worth four steps at most
-        (0.1, 0.1, [0.5, 0.2, 0.1]),  # slower than plain decoding does not make it worth more
-        (0.1, 0.5, [0.5, 0.2, 0.1]),
-        (0.1, 1.2, [0.5, 0.2]),  # the faster the text, the less a row can save
+        (0.0, None, 1, [0.5, 0.2, 0.1, 0.02]),
+        (0.1, None, 1, [0.5, 0.2, 0.1]),  # four stages: a token is worth four steps at most
+        (0.1, 0.1, 1, [0.5, 0.2, 0.1]),  # slower than plain decoding does not make it worth more
+        (0.1, 0.5, 1, [0.5, 0.2, 0.1]),
+        (0.1, 1.2, 1, [0.5, 0.2]),  # the faster the text, the less a row can save
+        (0.1, None, 8, [0.5, 0.2]),  # so it is with more requests
     ],
 )
 def test_row_is_scheduled_if_its_expected_saving_exceeds_its_cost(
-    row_cost, tokens_per_step, expected
+    row_cost, tokens_per_step, requests, expected
 ):
     tree = one_level([0.5, 0.2, 0.1, 0.02])
-    state = replace(STATE, tokens_per_step=tokens_per_step)
-    assert fed_probabilities(BestFirst(row_cost=row_cost), tree, state) == expected
-
-
-def test_root_is_scheduled_whatever_a_row_costs():
-    tree = one_level([0.01], fed=False)
-    assert chosen(BestFirst(row_cost=0.9), tree, replace(STATE, tokens_per_step=2.0)).tolist() == [
-        0
-    ]
+    state = replace(STATE, tokens_per_step=tokens_per_step, requests=requests)
+    fed = tree.cum[chosen(BestFirst(row_cost=row_cost), tree, state)]
+    assert np.exp(fed).round(6).tolist() == expected
 
 
 def test_measured_step_times_limit_the_width_where_rows_get_expensive():
@@ -372,22 +358,9 @@ def test_roots_are_spread_over_steps_where_rows_or_long_contexts_are_expensive(
         longest = [replace(offers[0], context_len=9000), *offers[1:]]
         taken = selected(longest, 12 * nodes, state)
         assert [len(nodes) for nodes in taken] == [fed] + [0] * 11
-
-
-def test_contexts_that_have_grown_since_they_were_measured_hold_no_root_back():
-    """They take hardly more time than those of which the size of batches was chosen."""
-    offers = [
-        RequestCandidates(one_level([0.5], fed=False), np.array([ROOT]), context_len=1010)
-        for _ in range(12)
-    ]
-    state = replace(
-        STATE,
-        requests=4 * STATE.num_stages,
-        offered=four_roots(36, context_len=1000),
-        step_ms=((1, 10.0), (36, 10.0)),
-        slot_ms=0.01,
-    )
-    assert sum(map(len, selected(offers, 36, state))) == 4
+        # They have grown a little since the size of batches was chosen, which holds none back.
+        grown = [replace(offers[0], context_len=context_len + 10)] * 12
+        assert sum(map(len, selected(grown, 12 * nodes, state))) == 4 * fed
 
 
 def test_slots_are_counted_while_they_cost_nothing():
@@ -434,15 +407,6 @@ def test_a_draft_token_left_out_costs_less_than_its_probability_and_less_in_a_lo
     two, eight = (tokens_by_rows(rows, PipelineState(stages, 0)) for stages in (2, 8))
     assert 0.5 > two[1] - two[0] > eight[1] - eight[0] == pytest.approx(0.5 / 8**0.5)
     assert eight[2] - eight[1] == pytest.approx(0.3 * (2 / (8 * 3)) ** 0.5)
-
-
-def test_rows_that_cost_as_much_as_the_first_are_scheduled_one_by_one():
-    """A mixture of experts, where every row wakes other experts: a chain is best there."""
-    tree = one_level([0.4, 0.3, 0.2, 0.1])
-    state = replace(
-        STATE, offered=offered([0.5, 0.3, 0.2, 0.1], [0.2, 0, 0, 0], 1), step_ms=((1, 10), (4, 40))
-    )
-    assert len(chosen(BestFirst(row_cost=None), tree, state)) == 1
 
 
 def test_draft_tokens_are_scheduled_only_if_they_save_more_than_reading_their_context():
@@ -532,17 +496,6 @@ def test_time_on_links_is_used_for_draft_rounds_although_stages_are_faster(
     assert set(made[20:]) == {rounds}
 
 
-def test_draft_slower_than_a_stage_has_one_round():
-    assert set(rounds_per_step(StepStats(4), draft_ms=12.0, stage_ms=10.0, steps=50)) == {1}
-
-
-def test_fixed_number_of_rounds_needs_no_measurement():
-    state = replace(STATE, elapsed_ms=1e9, draft_ms=1.0, verdict_ms=1.0)
-    assert [has_time_for_round(3, replace(state, rounds=done)) for done in range(5)] == [
-        True
-    ] * 3 + [False] * 2
-
-
 def test_costs_with_and_without_speculation_are_measured_apart_once_the_pipeline_is_full():
     meter = StepStats(num_stages=2)
 
@@ -566,32 +519,32 @@ def test_plain_token_costs_less_with_more_requests():
     assert meter.state(0, end=9, elapsed_ms=0.0).token_ms == 10.0  # 40 for one request
 
 
-def test_row_is_worth_less_with_more_requests():
-    tree = one_level([0.5, 0.2, 0.1, 0.02])
-    alone, crowd = (replace(STATE, requests=requests) for requests in (1, 8))
-    fed = [len(chosen(BestFirst(row_cost=0.1), tree, state)) for state in (alone, crowd)]
-    assert fed == [3, 2]
-
-
-def test_step_time_rises_with_the_largest_batch_in_the_pipeline():
+@pytest.mark.parametrize(
+    ("stage_times", "batches", "step_ms"),
+    [
+        # The steps of 20 and 22 ms, after the one that fed it, computed the batch of 16 rows.
+        (
+            (),
+            ((1, 5.0), (16, 9.5), (1, 20.0), (1, 22.0), (1, 12.0), (4, 10.0), (1, 9.0)),
+            ((1, 10.125), (4, 10.125), (16, 21.0)),
+        ),
+        # 3 and 2 ms beside the 20 of the batch of 16 rows, and 2.5 beside those of one row.
+        (
+            ((1, 5.0), (16, 20.0)),
+            ((16, 1.0), (1, 23.0), (1, 22.0), (1, 7.5), (1, 7.5)),
+            ((1, 7.5), (16, 22.5)),
+        ),
+    ],
+)
+def test_step_time_is_that_of_the_largest_batch_in_the_pipeline(stage_times, batches, step_ms):
+    """Where stages have measured theirs, it is that and what steps take beside it."""
     meter = StepStats(num_stages=2)
-    for rows, ms in ((1, 5.0), (16, 9.5), (1, 20.0), (1, 22.0), (1, 12.0), (4, 10.0), (1, 9.0)):
+    meter.set_stage_times(BatchTimes(stage_times))
+    for rows, ms in batches:
         meter.begin_step()
         meter.add_batch(rows)
         meter.add_step(ms, 0, speculating=True)
-    # The steps of 20 and 22 ms, after the one that fed it, computed the batch of 16 rows.
-    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 10.125), (4, 10.125), (16, 21.0))
-
-
-def test_step_time_is_stage_time_plus_overhead():
-    meter = StepStats(num_stages=2)
-    meter.set_stage_times(BatchTimes(((1, 5.0), (16, 20.0))))
-    for rows, ms in ((16, 1.0), (1, 23.0), (1, 22.0), (1, 7.5), (1, 7.5)):
-        meter.begin_step()
-        meter.add_batch(rows)
-        meter.add_step(ms, 0, speculating=True)
-    # 3 and 2 ms beside the 20 of the batch of 16 rows, and 2.5 beside those of one row.
-    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 7.5), (16, 22.5))
+    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == step_ms
 
 
 # --- whether to speculate ---------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from threading import Event, current_thread
 
-import numpy as np
 import pytest
 
 from pipespec.core import Verdict
 from pipespec.extras.emulation.machine import EmulatedMachine
 from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.async_proposer import AsyncProposer, AsyncResult
-from pipespec.head.tree import ROOT, Tree
+from pipespec.head.tree import ROOT
+from tests.helpers.drafted import Drafted
 
 
 class Slow:
@@ -55,22 +55,6 @@ def beside(slow: Slow) -> Iterator[AsyncProposer]:
     beside.close()
 
 
-def asked(context: Context) -> list[ProposalRequest]:
-    root = len(context.tokens) - 1
-    return [
-        ProposalRequest(
-            context, Tree(root, root - 1, context.tokens[-1], root, fed=True), np.array([0])
-        )
-    ]
-
-
-def decide(beside: AsyncProposer, context: Context, token: int) -> None:
-    """As the head does: it extends its own text first."""
-    context.tokens.append(token)
-    context.nodes.append(len(context.nodes))
-    beside.accept_verdict(Verdict(context.sequence, len(context.tokens) - 1, (token,)))
-
-
 def answered(beside: AsyncProposer) -> AsyncResult:
     while (found := beside.poll()) is None:
         pass
@@ -78,12 +62,11 @@ def answered(beside: AsyncProposer) -> AsyncResult:
 
 
 def test_head_continues_while_a_pass_runs_in_the_thread(slow: Slow, beside: AsyncProposer):
-    context = Context(3, [7, 8], [0, 1])
-    beside.start_sequence(context)
-    beside.submit(asked(context), 5)
+    drafted = Drafted.start(beside, [7, 8], 3)
+    beside.submit([drafted.asked()], 5)
     assert beside.poll() is None
-    decide(beside, context, 9)
-    context.tokens.append(10)  # decided, but not accepted yet
+    drafted.decide(9)
+    drafted.context.tokens.append(10)  # decided, but not accepted yet
     beside.end_sequence(3)
     slow.may.set()
     found = answered(beside)
@@ -117,28 +100,24 @@ def test_the_thread_launches_kernels_on_the_device_of_its_model(
 
 
 def test_error_in_the_thread_is_raised_in_the_head(slow: Slow, beside: AsyncProposer):
-    context = Context(0, [1], [0])
-    beside.start_sequence(context)
-    beside.accept_verdict(Verdict(0, 1, ()))
-    beside.submit(asked(context), 1)
+    drafted = Drafted.start(beside, [1])
+    drafted.decide()
+    beside.submit([drafted.asked()], 1)
     slow.may.set()
     with pytest.raises(ValueError, match="it decided nothing"):
         answered(beside)
 
 
 def test_pass_before_all_decided_tokens_were_sent_is_an_error(beside: AsyncProposer):
-    context = Context(0, [1], [0])
-    beside.start_sequence(context)
-    context.tokens.append(2)
+    drafted = Drafted.start(beside, [1])
+    drafted.context.tokens.append(2)
     with pytest.raises(AssertionError, match="was not accepted"):
-        beside.submit(asked(context), 1)
+        beside.submit([drafted.asked()], 1)
 
 
 def test_pass_longer_than_its_emulated_time_is_marked_unpaced(slow: Slow):
     slow.may.set()
     beside = AsyncProposer(slow, EmulatedMachine(mid_ms=1e-6))
-    context = Context(0, [1], [0])
-    beside.start_sequence(context)
-    beside.submit(asked(context), 1)
+    beside.submit([Drafted.start(beside, [1]).asked()], 1)
     assert not answered(beside).paced
     beside.close()

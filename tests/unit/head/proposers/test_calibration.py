@@ -7,9 +7,9 @@ import pytest
 
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
-from pipespec.head.proposer import Context, Proposal, ProposalRequest
+from pipespec.head.proposer import Context, Proposal
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
-from pipespec.head.tree import ROOT, Tree
+from tests.helpers.drafted import Drafted
 
 TEXT = 0
 
@@ -87,18 +87,10 @@ class Ahead:
 def test_tokens_of_paths_are_calibrated_too():
     proposer = CalibratedProposer(Ahead())
     for number in range(40):
-        context = Context(number, [0], [0])
-        proposer.start_sequence(context)
-        tree = Tree(0, -1, 0, 0, fed=True)
-        (found,) = proposer.propose(
-            [ProposalRequest(context, tree, np.array([ROOT]), max_path_tokens=4)], 1
-        )
-        tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
-        for token in (1, 2, 3, 9):  # the last token of the path never hits
-            tree.advance([token])
-            context.tokens.append(token)
-            context.nodes.append(int(tree.id[ROOT]))
-        proposer.accept_verdict(Verdict(number, 1, (1, 2, 3, 9)))
+        drafted = Drafted.start(proposer, [0], number)
+        found = drafted.propose(1, max_path_tokens=4)
+        drafted.add(found)
+        drafted.decide(1, 2, 3, 9)  # the last token of the path never hits
         proposer.end_sequence(number)
     assert not len(proposer.stated)
     stated = np.exp([*found.logps[0], *found.paths.logps])

@@ -26,33 +26,8 @@ from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
 from pipespec.head.proposers.suffix import SuffixConfig
-from pipespec.head.tree import ROOT, Tree
-from tests.helpers.trees import check_tree
-
-
-def started(proposer, tokens: Sequence[int]) -> tuple[Context, Tree]:
-    """A request whose text is `tokens`, and its tree: the last token alone."""
-    context = Context(0, list(tokens), list(range(len(tokens))))
-    proposer.start_sequence(context)
-    last = len(tokens) - 1
-    return context, Tree(last, last - 1, tokens[-1], last, fed=True)
-
-
-def decide(proposer, context: Context, tree: Tree, token: int) -> None:
-    """What the head does with a verdict of one token."""
-    base = len(context.tokens)
-    tree.advance([token])
-    context.tokens.append(token)
-    context.nodes.append(int(tree.id[ROOT]))
-    proposer.accept_verdict(Verdict(0, base, (token,)))
-
-
-def expand(
-    proposer, context: Context, tree: Tree, nodes: np.ndarray, children: int
-) -> Proposal | None:
-    """A draft round for one request that is alone."""
-    (found,) = proposer.propose([ProposalRequest(context, tree, nodes)], children)
-    return found
+from pipespec.head.tree import ROOT
+from tests.helpers.drafted import Drafted
 
 
 def row(candidates: Proposal, i: int = 0) -> dict[int, float]:
@@ -65,22 +40,6 @@ def row(candidates: Proposal, i: int = 0) -> dict[int, float]:
 # --- candidates -------------------------------------------------------------------------------
 
 
-def test_tree_accepts_proposal_rows_of_different_lengths():
-    tree = Tree(0, -1, 5, 0, fed=True)
-    tree.add_children(*_columns(Proposal.from_lists(np.array([0]), [[(1, 0.5), (2, 0.25)]])))
-    tree.add_children(
-        *_columns(Proposal.from_lists(np.array([1, 2]), [[(3, 0.5)], [(3, 0.5), (4, 0.1)]]))
-    )
-    check_tree(tree)
-    assert sorted(tree.token.tolist()) == [1, 2, 3, 3, 4, 5]
-    assert tree.add_children(*_columns(Proposal.from_lists(np.array([3, 4]), [[], []]))) == 0
-    assert tree.expanded[[3, 4]].all()
-
-
-def _columns(candidates: Proposal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return candidates.parents, candidates.tokens, candidates.logps
-
-
 # --- synthetic --------------------------------------------------------------------------------
 
 PUBLISHED = {1: 0.81, 8: 0.99}
@@ -89,16 +48,15 @@ PUBLISHED = {1: 0.81, 8: 0.99}
 def placed(accuracy: Accuracy, count: int, children: int, seed: int = 0):
     """Rank (0: absent) and stated distribution at each of `count` positions of an answer."""
     answer = np.random.default_rng(7).integers(1000, size=count + 2).tolist()
-    proposer = SyntheticProposer(accuracy, [answer], 1000, seed)
-    context, tree = started(proposer, answer[:1])
+    drafted = Drafted.start(SyntheticProposer(accuracy, [answer], 1000, seed), answer[:1])
     ranks, stated = [], []
     for token in answer[1 : count + 1]:
-        candidates = expand(proposer, context, tree, np.array([ROOT]), children)
+        candidates = drafted.propose(children)
         tokens = candidates.tokens[0].tolist()
         assert len(set(tokens)) == len(tokens)
         ranks.append(tokens.index(token) + 1 if token in tokens else 0)
         stated.append(np.exp(candidates.logps[0]))
-        decide(proposer, context, tree, token)
+        drafted.decide(token)
     return np.array(ranks), np.array(stated)
 
 
@@ -150,30 +108,27 @@ def test_synthetic_proposals_depend_on_the_seed_alone():
 
 def test_synthetic_proposes_below_wrong_nodes_too():
     answer = list(range(100, 130))
-    proposer = SyntheticProposer(Accuracy({1: 1.0}), [answer], 1000, 0)
-    context, tree = started(proposer, answer[:2])
-    sure = expand(proposer, context, tree, np.array([ROOT]), 4)
-    assert row(sure) == {102: pytest.approx(1.0)}
-    tree.add_children(np.array([ROOT]), np.array([[102, 5]]), np.log([[0.9, 0.1]]))
-    candidates = expand(proposer, context, tree, np.array([1, 2]), 4)
+    drafted = Drafted.start(SyntheticProposer(Accuracy({1: 1.0}), [answer], 1000, 0), answer[:2])
+    assert row(drafted.propose(4)) == {102: pytest.approx(1.0)}
+    drafted.add(Proposal.from_lists(np.array([ROOT]), [[(102, 0.9), (5, 0.1)]]))
+    candidates = drafted.propose(4, [1, 2])
     assert 103 in row(candidates, 0)
     assert len(row(candidates, 1)) == 1 and 103 not in row(candidates, 1)
 
 
 def test_synthetic_proposes_nothing_after_the_end_of_the_answer():
     proposer = SyntheticProposer(Accuracy(PUBLISHED), [[1, 2, 3]], 1000, 0)
-    context, tree = started(proposer, [1, 2, 3])
-    assert row(expand(proposer, context, tree, np.array([ROOT]), 8)) == {}
+    assert row(Drafted.start(proposer, [1, 2, 3]).propose(8)) == {}
 
 
 def test_synthetic_refuses_a_target_with_another_answer():
     proposer = SyntheticProposer(Accuracy(PUBLISHED), [[1, 2, 3, 4]], 1000, 0)
-    context, tree = started(proposer, [1, 2])
-    decide(proposer, context, tree, 3)
+    drafted = Drafted.start(proposer, [1, 2])
+    drafted.decide(3)
     with pytest.raises(ConfigError, match="after 3 tokens it holds"):
-        decide(proposer, context, tree, 9)
+        drafted.decide(9)
     with pytest.raises(ConfigError, match="no text that begins with"):
-        proposer.start_sequence(Context(1, [5, 5], [0, 1]))
+        Drafted.start(proposer, [5, 5], 1)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +217,10 @@ class Rows:
 def test_long_prompt_in_the_draft_does_not_delay_other_sequences():
     draft = Rows()
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    requests = []
-    for request, length in enumerate((30, 3, 1)):
-        context = Context(request, [1] * length, list(range(length)))
-        proposer.start_sequence(context)
-        last = length - 1
-        requests.append(
-            ProposalRequest(context, Tree(last, last - 1, 1, last, fed=True), np.array([ROOT]))
-        )
+    requests = [
+        Drafted.start(proposer, [1] * length, number).asked()
+        for number, length in enumerate((30, 3, 1))
+    ]
     answered = [[each is not None for each in proposer.propose(requests[:1], 2)]]
     answered += [[each is not None for each in proposer.propose(requests, 2)]]
     assert answered == [[False], [False, True, True]]
@@ -305,53 +256,47 @@ class Fixed:
 
 def test_hybrid_counts_a_token_of_two_proposers_once():
     proposer = HybridProposer([Fixed((1, 0.5), (2, 0.2)), Fixed((2, 0.3), (3, 0.1))])
-    context, tree = started(proposer, [7])
-    mixed = expand(proposer, context, tree, np.array([ROOT]), 8)
+    drafted = Drafted.start(proposer, [7])
+    mixed = drafted.propose(8)
     assert mixed.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
     stated = row(mixed)
     assert 0.2 < stated.pop(2) < 0.3
     assert stated == pytest.approx({1: 0.5, 3: 0.1})
-    best = expand(proposer, context, tree, np.array([ROOT]), 2)
-    assert list(row(best)) == [1, 2]
+    assert list(row(drafted.propose(2))) == [1, 2]
 
 
 def test_hybrid_learns_how_much_agreement_of_proposers_is_worth():
     """One proposer always states .8; it is right where the other names its token too."""
     agrees, contradicts = ((1, 0.8), (2, 0.1)), ((2, 0.4),)
     other = Fixed(*agrees)
-    proposer = HybridProposer([Fixed((1, 0.8)), other])
-    context, tree = started(proposer, [7])
+    drafted = Drafted.start(HybridProposer([Fixed((1, 0.8)), other]), [7])
     for i in range(600):
         other.candidates = agrees if i % 2 else contradicts
-        candidates = expand(proposer, context, tree, np.array([ROOT]), 8)
-        tree.add_children(*_columns(candidates))
-        decide(proposer, context, tree, 1 if i % 2 else 2)
+        drafted.add(drafted.propose(8))
+        drafted.decide(1 if i % 2 else 2)
     other.candidates = agrees
-    supported = row(expand(proposer, context, tree, np.array([ROOT]), 8))
+    supported = row(drafted.propose(8))
     other.candidates = contradicts
-    unsupported = row(expand(proposer, context, tree, np.array([ROOT]), 8))
+    unsupported = row(drafted.propose(8))
     assert supported[1] > 0.9 and unsupported[1] < 0.1 and unsupported[2] > 0.8
 
 
 def test_hybrid_proposes_nothing_until_every_proposer_is_ready():
     late = Fixed((1, 0.5))
     late.ready = False
-    proposer = HybridProposer([late, Fixed((2, 0.5))])
-    context, tree = started(proposer, [7])
-    assert expand(proposer, context, tree, np.array([ROOT]), 8) is None
+    drafted = Drafted.start(HybridProposer([late, Fixed((2, 0.5))]), [7])
+    assert drafted.propose(8) is None
     late.ready = True
-    assert expand(proposer, context, tree, np.array([ROOT]), 8) is not None
+    assert drafted.propose(8) is not None
 
 
 def test_hybrid_weighs_a_proposer_by_its_hits():
     """Both state one half; one is right nine times of ten, the other never."""
-    proposer = HybridProposer([Fixed((1, 0.5)), Fixed((2, 0.5))])
-    context, tree = started(proposer, [7])
+    drafted = Drafted.start(HybridProposer([Fixed((1, 0.5)), Fixed((2, 0.5))]), [7])
     for i in range(200):
-        candidates = expand(proposer, context, tree, np.array([ROOT]), 8)
-        tree.add_children(*_columns(candidates))
-        decide(proposer, context, tree, 3 if i % 10 == 0 else 1)
-    mixed = row(expand(proposer, context, tree, np.array([ROOT]), 8))
+        drafted.add(drafted.propose(8))
+        drafted.decide(3 if i % 10 == 0 else 1)
+    mixed = row(drafted.propose(8))
     assert mixed[1] == pytest.approx(0.9, abs=0.1)
     assert mixed[2] < 0.05
 
@@ -370,17 +315,12 @@ def test_hybrid_settings_are_checked():
 def test_draft_without_free_slots_expands_the_likeliest_nodes_then_none():
     draft = Rows(num_slots=6)
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context, tree = started(proposer, [1, 1])
-    candidates = expand(proposer, context, tree, np.array([ROOT]), 8)
-    assert candidates is not None and len(candidates.parents) == 1
-    tree.add_children(np.array([ROOT]), np.arange(1, 9)[None], np.log(np.arange(1, 9) / 36)[None])
-    candidates = expand(proposer, context, tree, np.arange(1, 9), 2)
-    assert candidates is not None and candidates.parents.tolist() == [5, 6, 7, 8]
-    late = Context(1, [1], [0])
-    proposer.start_sequence(late)
-    requests = [ProposalRequest(late, Tree(0, -1, 1, 0, fed=True), np.array([ROOT]))]
-    requests.append(ProposalRequest(context, tree, np.array([1])))
-    answers = proposer.propose(requests, 2)
+    drafted = Drafted.start(proposer, [1, 1])
+    assert len(drafted.propose(8).parents) == 1
+    drafted.add(Proposal.from_lists(np.array([ROOT]), [[(i, i / 36) for i in range(1, 9)]]))
+    assert drafted.propose(2, range(1, 9)).parents.tolist() == [5, 6, 7, 8]
+    late = Drafted.start(proposer, [1], 1)
+    answers = proposer.propose([late.asked(), drafted.asked([1])], 2)
     assert [None if answer is None else len(answer.parents) for answer in answers] == [0, 0]
     assert len(draft.passes) == 2
 
@@ -388,28 +328,25 @@ def test_draft_without_free_slots_expands_the_likeliest_nodes_then_none():
 def test_draft_computes_nodes_that_were_added_without_it():
     draft = Rows(num_slots=8)
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context, tree = started(proposer, [1, 1])
+    drafted = Drafted.start(proposer, [1, 1])
+    tree = drafted.tree
     last = tree.index(tree.append_path(ROOT, [4, 5, 6]))
-    candidates = expand(proposer, context, tree, np.array([last]), 2)
+    candidates = drafted.propose(2, [last])
     assert candidates.parents.tolist() == [last]
     assert draft.passes == [[(0, position) for position in range(5)]]
-    tree.add_children(candidates.parents, candidates.tokens, candidates.logps)
+    drafted.add(candidates)
     below = np.flatnonzero(~tree.expanded)
-    candidates = expand(proposer, context, tree, below, 2)
+    candidates = drafted.propose(2, below)
     assert draft.passes[1] == [(0, 5), (0, 5)] and len(candidates.parents) == 2
     # One slot is left: of a path of two there is no room for the end.
     last = tree.index(tree.append_path(int(below[0]), [4, 5]))
-    candidates = expand(proposer, context, tree, np.array([last]), 2)
-    assert not len(candidates.parents)
+    assert not len(drafted.propose(2, [last]).parents)
 
 
 def test_draft_proposes_allowed_tokens_only():
-    draft = Rows()
-    proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context, tree = started(proposer, [1, 1])
+    proposer = DraftModelProposer(Rows(), chunk=8, vocabulary=9)
     allowed = np.array([[0b101001000]], np.int32)
-    requests = ProposalRequest(context, tree, np.array([ROOT]), allowed)
-    (candidates,) = proposer.propose([requests], 9)
+    candidates = Drafted.start(proposer, [1, 1]).propose(9, allowed=allowed)
     present = np.isfinite(candidates.logps[0])
     assert sorted(candidates.tokens[0, present].tolist()) == [3, 6, 8]
     np.testing.assert_allclose(candidates.logps[0, present], np.log(1 / 3), rtol=1e-6)

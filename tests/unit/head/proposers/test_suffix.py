@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import SamplingParams, Verdict
-from pipespec.head.proposer import Context, Proposal, ProposalRequest
+from pipespec.core import SamplingParams
+from pipespec.head.proposer import Proposal
 from pipespec.head.proposers.history import AnswerHistory, read_corpus
 from pipespec.head.proposers.suffix import CHUNK, SuffixProposer
 from pipespec.head.proposers.suffix_automaton import SuffixAutomaton
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.drafted import Drafted
 from tests.helpers.trees import check_tree
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
@@ -81,39 +84,19 @@ def test_automaton_has_at_most_two_states_per_token(texts):
     assert len(automaton) <= 2 * sum(map(len, texts)) + 1
 
 
-def begun(
-    proposer: SuffixProposer, tokens: list[int], number: int = 0, **more
-) -> tuple[Context, Tree]:
-    context = Context(
-        number, list(tokens), list(range(len(tokens))), prompt_len=len(tokens), **more
-    )
-    proposer.start_sequence(context)
-    last = len(tokens) - 1
-    return context, Tree(last, last - 1, tokens[-1], last, fed=True)
-
-
-def ask(proposer: SuffixProposer, context: Context, tree: Tree, deeper: int = 0) -> Proposal | None:
-    nodes = np.flatnonzero(~tree.expanded)
-    (found,) = proposer.propose([ProposalRequest(context, tree, nodes, max_path_tokens=deeper)], 4)
+def ask(drafted: Drafted, deeper: int = 0) -> Proposal:
+    """What follows all nodes that have not been expanded."""
+    nodes = np.flatnonzero(~drafted.tree.expanded)
+    found = drafted.propose(4, nodes, max_path_tokens=deeper)
+    assert found is not None
     return found
 
 
-def say(proposer: SuffixProposer, context: Context, tree: Tree, tokens: list[int]) -> None:
-    base = len(context.tokens)
-    for token in tokens:
-        tree.advance([token])
-        context.tokens.append(token)
-        context.nodes.append(int(tree.id[ROOT]))
-    proposer.accept_verdict(Verdict(context.sequence, base, tuple(tokens)))
-
-
 def test_suffix_proposes_repeated_text_as_a_path():
-    proposer = SuffixProposer()
     text = [*range(40)]
-    context, tree = begun(proposer, [*text, *text[:12]])
-    found = ask(proposer, context, tree, deeper=16)
-    assert found is not None and found.paths is not None
-    tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
+    drafted = Drafted.start(SuffixProposer(), [*text, *text[:12]])
+    drafted.add(ask(drafted, deeper=16))
+    tree = drafted.tree
     check_tree(tree)
     node = ROOT
     for token in range(12, 24):
@@ -123,48 +106,43 @@ def test_suffix_proposes_repeated_text_as_a_path():
 
 
 def test_suffix_matches_nodes_that_others_added():
-    proposer = SuffixProposer()
-    context, tree = begun(proposer, [1, 2, 3, 4, 5, 6, 1, 2])
-    last = tree.index(tree.append_path(ROOT, [3, 4]))
-    found = ask(proposer, context, tree)
-    assert found is not None
+    drafted = Drafted.start(SuffixProposer(), [1, 2, 3, 4, 5, 6, 1, 2])
+    last = drafted.tree.index(drafted.tree.append_path(ROOT, [3, 4]))
+    found = ask(drafted)
     assert found.tokens[found.parents == last][0, 0] == 5
 
 
 def test_suffix_knows_the_same_of_a_prompt_and_of_an_answer_with_its_tokens():
     tokens = np.random.default_rng(0).integers(0, 5, 80).tolist()
-    whole, pieces = SuffixProposer(), SuffixProposer()
-    context, tree = begun(whole, tokens)
-    piece, small = begun(pieces, tokens[:30])
-    piece.prompt_len = len(tokens)
+    whole = Drafted.start(SuffixProposer(), tokens)
+    pieces = Drafted.start(SuffixProposer(), tokens[:30])
+    pieces.context.prompt_len = len(tokens)
     for token in tokens[30:]:
-        say(pieces, piece, small, [token])
-        ask(pieces, piece, Tree(0, -1, token, len(piece.tokens) - 1, fed=True))
-    found, same = ask(whole, context, tree), ask(pieces, piece, small)
-    assert found is not None and same is not None
+        pieces.decide(token)
+        alone = Tree(0, -1, token, len(pieces.context.tokens) - 1, fed=True)
+        ask(replace(pieces, tree=alone))
+    found, same = ask(whole), ask(pieces)
     assert (found.tokens == same.tokens).all() and np.allclose(found.logps, same.logps)
 
 
 def test_suffix_reads_a_long_prompt_in_chunks():
-    proposer = SuffixProposer()
-    context, tree = begun(proposer, [1, 2, 3] * CHUNK)
-    answers = [ask(proposer, context, tree) is not None for _ in range(3)]
+    drafted = Drafted.start(SuffixProposer(), [1, 2, 3] * CHUNK)
+    answers = [drafted.propose(4) is not None for _ in range(3)]
     assert answers == [False, False, True]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), min_size=1, max_size=9))))
 def test_suffix_memory_stays_bounded_while_sequences_start_and_end(life):
     proposer = SuffixProposer(past=24)
-    open_ones: dict[int, tuple[Context, Tree]] = {}
+    open_ones: dict[int, Drafted] = {}
     for number, (ends, tokens) in enumerate(life):
-        open_ones[number] = begun(proposer, tokens, number)
-        for context, tree in open_ones.values():
-            found = ask(proposer, context, tree, deeper=8)
-            assert found is not None
-            tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
-            check_tree(tree)
+        open_ones[number] = Drafted.start(proposer, tokens, number)
+        for drafted in open_ones.values():
+            found = ask(drafted, deeper=8)
+            drafted.add(found)
+            check_tree(drafted.tree)
             assert (np.exp(found.logps).sum(1) <= 1 + 1e-9).all()
-            say(proposer, context, tree, tokens)
+            drafted.decide(*tokens)
         if ends:
             proposer.end_sequence(number)
             with pytest.raises(KeyError):
@@ -183,33 +161,17 @@ def test_history_drops_the_oldest_answers():
     assert past.older.match([100])[1] == past.newer.match([100])[1] == 0
 
 
-@pytest.mark.parametrize("past", [0, 1000])
-def test_suffix_uses_past_answers_only_if_it_may_hold_them(past):
+@pytest.mark.parametrize(("past", "salted"), [(0, False), (1000, False), (1000, True)])
+def test_suffix_uses_past_answers_that_it_may_hold_but_never_those_of_salted_requests(past, salted):
     proposer = SuffixProposer(past)
-    context, tree = begun(proposer, [1, 2])
-    ask(proposer, context, tree)
-    say(proposer, context, tree, [50, 51, 52, 53, 54])
+    drafted = Drafted.start(proposer, [1, 2], salted=salted)
+    ask(drafted)
+    drafted.decide(50, 51, 52, 53, 54)
     proposer.end_sequence(0)
     proposer.propose([], 4)
-    context, tree = begun(proposer, [9, 50, 51], 1)
-    found = ask(proposer, context, tree)
-    assert found is not None
-    assert (52 in found.tokens) == bool(past)
+    found = ask(Drafted.start(proposer, [9, 50, 51], 1))
+    assert (52 in found.tokens) == (proposer.past.length > 0) == (past > 0 and not salted)
     assert 2 not in found.tokens, "prompts of other requests are not held"
-
-
-def test_suffix_never_uses_answers_of_salted_requests_for_others():
-    proposer = SuffixProposer(past=1000)
-    context, tree = begun(proposer, [1, 2])
-    context.salted = True
-    ask(proposer, context, tree)
-    say(proposer, context, tree, [50, 51, 52, 53, 54])
-    proposer.end_sequence(0)
-    proposer.propose([], 4)
-    assert proposer.past.length == 0
-    context, tree = begun(proposer, [9, 50, 51], 1)
-    found = ask(proposer, context, tree)
-    assert found is not None and 52 not in found.tokens
 
 
 def test_suffix_knows_the_corpus_from_the_start(tmp_path):
@@ -219,19 +181,15 @@ def test_suffix_knows_the_corpus_from_the_start(tmp_path):
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     corpus = read_corpus(str(tmp_path), 7, lambda text: [ord(letter) for letter in text])
     assert corpus is not None and corpus.length == 7
-    proposer = SuffixProposer(0, corpus)
-    context, tree = begun(proposer, [ord("x")])
-    found = ask(proposer, context, tree)
-    assert found is not None and found.tokens[0, 0] == ord("y")
+    assert ask(Drafted.start(SuffixProposer(0, corpus), [ord("x")])).tokens[0, 0] == ord("y")
 
 
 def test_suffix_ranks_with_the_targets_noise():
     ranked = []
     for seed in range(40):
-        proposer = SuffixProposer()
-        asked = {"sampling": SamplingParams(temperature=1.0, seed=seed)}
-        context, tree = begun(proposer, [1, 2, 1, 3, 1, 2, 1, 3, 1], **asked)
-        found = ask(proposer, context, tree)
-        assert found is not None and (np.diff(found.logps[0]) <= 0).all()
+        drawn = SamplingParams(temperature=1.0, seed=seed)
+        tokens = [1, 2, 1, 3, 1, 2, 1, 3, 1]
+        found = ask(Drafted.start(SuffixProposer(), tokens, sampling=drawn))
+        assert (np.diff(found.logps[0]) <= 0).all()
         ranked.append(int(found.tokens[0, 0]))
     assert {2, 3} <= set(ranked)

@@ -15,11 +15,12 @@ from pipespec.core import PARENT, POSITION, TOKEN, Request
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, same_tokens
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.proposer import Context, ProposalRequest
+from pipespec.head.proposer import Context, Proposal
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.drafted import Drafted
 from tests.helpers.toy_pipeline import VOCABULARY, ForeignToy, ToyPipeline, text_of
 
 TEXT = [
@@ -137,12 +138,11 @@ def test_rows_of_a_text_are_in_the_draft_s_tokens_and_positions():
 def test_nothing_follows_a_token_that_the_draft_lacks_and_it_proposes_none():
     runner = SliceRunner(ForeignToy(50, SPELLED), 50)
     proposer = DraftModelProposer(runner, 8, VOCABULARY, tokens=SPELLED)
-    context, tree = Context(0, [1, 2], [0, 1]), Tree(1, 0, 2, 1, fed=True)
-    proposer.start_sequence(context)
+    drafted = Drafted.start(proposer, [1, 2])
     for nodes in ([ROOT], [1, 2]):
         if nodes != [ROOT]:  # another proposer has added the token
-            tree.add_children(np.array([ROOT]), np.array([[3, 2]]), np.log([[0.6, 0.3]]))
-        (found,) = proposer.propose([ProposalRequest(context, tree, np.array(nodes))], VOCABULARY)
+            drafted.add(Proposal.from_lists(np.array([ROOT]), [[(3, 0.6), (2, 0.3)]]))
+        found = drafted.propose(VOCABULARY, nodes)
         assert found is not None and sorted(found.parents.tolist()) == nodes
         proposed = found.tokens[np.isfinite(found.logps)]
         assert set(proposed.tolist()) == {0, 1, 3, 4} and len(proposed) == 4
