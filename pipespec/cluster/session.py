@@ -270,10 +270,9 @@ def start_cluster(
             on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
         def start(on: AgentHandle | None, planned: Deployment) -> None:
-            hosts = {worker: host for host in planned.hosts for worker in host.workers}
             agents.start_workers(
                 WORKER_ENTRYPOINT,
-                (planned, where, hosts),
+                (planned, where),
                 on_log=None if on_log is None else send_log,
                 on=on,
             )

@@ -315,8 +315,7 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
     """Raise ConfigError unless this process and its children may open files enough, or `limit`."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    local = sum(len(host.workers) for host in deployment.hosts if host.local)
-    wanted = FILES + FILES_PER_WORKER * local
+    wanted = FILES + FILES_PER_WORKER * len(deployment.local_workers)
     if deployment.config.controller.url is None:
         workers = sum(len(host.workers) for host in deployment.hosts)
         wanted = max(wanted, REDIS_FILES + FILES_PER_WORKER * workers)
@@ -328,5 +327,5 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 
 
 def local_ranks(deployment: Deployment) -> list[int]:
-    here = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    here = deployment.local_workers
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]

@@ -201,7 +201,8 @@ class _DeviceBenchmark:
         """Layers of a kind whose files are here: the middle of the longest run, as many as are
         timed together."""
         layer_bytes = max(self.request.sizes(info, "stage").layers)
-        here, best, run = layers_here(info.path, info.num_layers), range(0), range(0)
+        best = run = range(0)
+        here = layers_here(info.path, info.num_layers)
         for layer in (each for each in here if kinds[each] == kind):
             run = range(run.start if run.stop == layer else layer, layer + 1)
             best = max(best, run, key=len)

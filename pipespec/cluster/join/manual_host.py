@@ -70,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 3:
         raise ConfigError(USAGE)
     path, name, file = argv
-    hosts_file = load_hosts(path)
-    host = host_of(hosts_file, path, name)
+    host = host_of(load_hosts(path), path, name)
     if (number := os.environ.get("LOCAL_RANK")) is None:
         await_invitation(Path(file))
         become_torchrun(len(host.devices), argv)
@@ -80,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     watch_this_process()
     try:
         check_version(invitation.version)
-        join_cluster(path, hosts_file, host, invitation)
+        join_cluster(path, host, invitation)
     except PipespecError as error:
         url, namespace = invitation.url, invitation.namespace
         with suppress(ControllerError), Membership(url, namespace) as shared:
@@ -119,7 +118,7 @@ def watch_this_process() -> None:
     liveness.progress.share(memory)
 
 
-def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invitation) -> None:
+def join_cluster(path: str, host: Host, invitation: Invitation) -> None:
     choose_interface(host.address, host.interface)
 
     from pipespec.cluster.decide import decide
@@ -131,7 +130,7 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     settings = [text for text in invitation.overrides if not text.startswith(named)]
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
-    run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
+    run_worker(deployment, where)
 
 
 def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:

@@ -190,7 +190,7 @@ class WeightMoves:
     def use(self, deployment: Deployment) -> None:
         """Plan for another layout from now on: a host has joined or left."""
         self.deployment = deployment
-        self._done = set[str]()  # assignments whose hosts have their weights
+        self._key = ""  # the assignment whose hosts got their weights last, or do
 
     def plan(self, away: set[str]) -> RankAssignment:
         """The assignment to the workers that are left, once their hosts have their weights. If
@@ -202,9 +202,12 @@ class WeightMoves:
         placement = self.deployment.without(away)
         found = self.deployment.assignment(placement)
         hosts = self.deployment.hosts
-        if all(host.shares_caches for host in hosts) or found.encode() in self._done:
+        if all(host.shares_caches for host in hosts):
             return found
         if self._thread is None or not self._thread.is_alive():
+            if self._key == found.encode():
+                return found
+            self._key = found.encode()
             changed = replace(
                 self.deployment,
                 fetched=False,
@@ -212,12 +215,11 @@ class WeightMoves:
                 layers=placement.layers,
                 hosts=tuple(host for host in hosts if not away.issuperset(host.workers)),
             )
-            arguments = changed, found.encode(), self._done
-            self._thread = threading.Thread(target=self._move, args=arguments, daemon=True)
+            self._thread = threading.Thread(target=self._move, args=(changed,), daemon=True)
             self._thread.start()
         raise WeightsPending
 
-    def _move(self, deployment: Deployment, key: str, done: set[str]) -> None:
+    def _move(self, deployment: Deployment) -> None:
         warn = partial(log.warning, "weights of the new layout: %s")
         try:
             self._distribute(deployment, on_warning=warn)
@@ -225,8 +227,6 @@ class WeightMoves:
             pass
         except PipespecError as error:
             warn(str(error))
-        finally:
-            done.add(key)
 
 
 @dataclass
@@ -243,6 +243,7 @@ class _Model:
 
     def __post_init__(self) -> None:
         self._hub = HubSource(self.shared.repo, self.shared.commit) if self.shared.on_hub else None
+        self._sources: dict[str, Peer | HubSource] = {HUB: self._hub} if self._hub else {}
         self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
@@ -262,6 +263,7 @@ class _Model:
         """Fetch for all hosts, and for the launcher's, what they lack."""
         self.prepare(launcher)
         self.peers.append(launcher)
+        self._sources |= {peer.name: peer for peer in self.peers}
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
@@ -310,17 +312,11 @@ class _Model:
                 "file."
             )
 
-    def _source(self, name: str) -> Peer | HubSource:
-        hosts = {peer.name: peer for peer in self.peers}
-        source = self._hub if name == HUB else hosts[name]
-        assert source is not None, "the plan names no other"
-        return source
-
     def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
         """Have a host get blocks from sources, or read them for it. Raises ModelError."""
         direct: list[dict[str, Any]] = []
         for name, blocks in plan.get(peer.name, {}).items():
-            source = self._source(name)
+            source = self._sources[name]
             hashes = source.has if isinstance(source, Peer) else {}
             wanted = [(*block, hashes.get(block)) for block in blocks]
             known = {"name": name, "host": name != HUB}
@@ -340,7 +336,7 @@ class _Model:
         found = peer.call("fetch", sources=sources)
         peer.add(found["has"])
         for name, why in found["failed"].items():
-            source = self._source(name)
+            source = self._sources[name]
             if isinstance(source, Peer):
                 self._give_up(peer, source, why)
             else:

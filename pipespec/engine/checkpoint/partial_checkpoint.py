@@ -58,17 +58,12 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
     return found
 
 
-def layers_here(path: Path, num_layers: int) -> range:
-    """The longest run of layers that a checkpoint holds here. Raises ModelError if there is
-    none."""
-    best = run = range(0)
-    for layer in range(num_layers):
-        if not missing(path, {str(layer)}):
-            run = range(run.start if run.stop == layer else layer, layer + 1)
-            best = max(best, run, key=len)
-    if not best:
+def layers_here(path: Path, num_layers: int) -> list[int]:
+    """The layers that a checkpoint holds here. Raises ModelError if there is none."""
+    found = [layer for layer in range(num_layers) if not missing(path, {str(layer)})]
+    if not found:
         raise ModelError(f"{path} holds no whole layer; copy its files there")
-    return best
+    return found
 
 
 def require_parts(path: Path, parts: Collection[str]) -> None:

@@ -22,8 +22,7 @@ def held(rank: int, *settings: str, stages: int = 1) -> HeldRank:
     config = compose([f"cluster.stages={stages}", "cluster.devices=[cpu]", *settings])
     deployment = decide(config)
     assignment = RankAssignment(deployment.workers, deployment.layers)
-    hosts = dict.fromkeys(deployment.workers, deployment.hosts[0])
-    return HeldRank(deployment, ControllerAddress("", ""), rank, 0, assignment, hosts, None)
+    return HeldRank(deployment, ControllerAddress("", ""), rank, 0, assignment, None)
 
 
 @pytest.fixture
@@ -58,9 +57,13 @@ def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("four_cores")
 def test_ranks_of_other_hosts_take_no_cores() -> None:
     alone = held(0)
-    head, stage = alone.assignment.workers
-    elsewhere = replace(alone.hosts[stage], name="other")
-    apart = replace(alone, hosts={head: alone.hosts[head], stage: elsewhere})
+    (host,) = alone.deployment.hosts
+    hosts = (replace(host, devices=("cpu",)), replace(host, name="other", devices=("cpu",)))
+    apart = replace(
+        alone,
+        deployment=replace(alone.deployment, hosts=hosts),
+        assignment=replace(alone.assignment, workers=("local/0", "other/0")),
+    )
     assert apart.core_shares() == CoreShares(4, 4)
     assert replace(apart, rank=1).core_shares().stage == 4
 

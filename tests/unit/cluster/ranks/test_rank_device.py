@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.ranks.held_rank import HeldRank
 from pipespec.cluster.ranks.worker import run_rank
 from pipespec.errors import RankFailed
@@ -46,12 +47,11 @@ def test_the_mid_size_model_counts_where_it_is() -> None:
     deployment: Any = SimpleNamespace(
         mid=object(), devices=["cuda:0", "cuda:1", "cuda:0"], device_of=devices.__getitem__
     )
-    assignment: Any = SimpleNamespace(everyone=[*devices], members=lambda rank: [[*devices][rank]])
-    hosts: Any = {name: SimpleNamespace(name=name.partition("/")[0]) for name in devices}
+    assignment: Any = RankAssignment((*devices,), ())
     rest: Any = None
 
     def held(rank: int) -> HeldRank:
-        return HeldRank(deployment, rest, rank, 0, assignment, hosts, rest)
+        return HeldRank(deployment, rest, rank, 0, assignment, rest)
 
     assert held(0).num_models_on("cuda:0") == 2
     assert held(1).num_models_on("cuda:1") == 1
