@@ -26,7 +26,7 @@ class Deployment:
     `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
     entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
-    for. `shared` names the models that hosts may have got from the hub or from one another;
+    for. `shared`: what hosts call the models that they can get from the hub or from one another;
     `fetched`: the hosts have the weights that they compute in the first epoch. `open_to` is the
     address of this machine at which hosts may join while the cluster runs; None: none may. `joined`
     are those of the `hosts` that have, and `changes` counts how often one has joined or left.

@@ -97,19 +97,13 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
             rank, member = place
             if assignment.joined != known.joined:
                 known = deployment.knowing(assignment.joined)
-                here = replace(
-                    here,
-                    hosts=known.hosts,
-                    joined=known.joined,
-                    stage_devices=known.stage_devices,
-                )
             devices = list(map(known.device_of, assignment.workers))
             devices[rank] = known.device_of(worker)
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
-            if deployment.shared:  # its host may have got others than for the first epoch
-                laid_out = replace(known, layers=assignment.layers)
-                here = on_this_host(known, host, parts_of_rank(laid_out, rank))
-            mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
+            mine = replace(known, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
+            if not host.shares_caches:  # it may have got others than for the first epoch
+                here = on_this_host(mine, host, parts_of_rank(mine, rank))
+            mine = replace(mine, target=here.target, draft=here.draft, mid=here.mid)
             try:
                 if mine.config.decode.form is not None and rank in (0, len(mine.layers)):
                     require_installed(f"{mine.config.decode.form} on this host")

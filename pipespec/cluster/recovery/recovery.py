@@ -32,7 +32,6 @@ from pipespec.cluster.recovery.cluster_state import (
     STABLE_S,
     ClusterProgress,
     ClusterState,
-    JoinedPids,
     LayoutChange,
     WorkerLeases,
 )
@@ -84,7 +83,9 @@ class Recovery:
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
-        self._pids = JoinedPids()
+        # The processes of the workers that have joined this epoch, and the last one.
+        self._pids: dict[str, int] = {}
+        self._last_pids: dict[str, int] = {}
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
         # The cluster now. Any thread may read it.
@@ -193,19 +194,23 @@ class Recovery:
         ]
         reported = self._workers.deaths
         deaths = [reported.get() for _ in range(reported.qsize())]
-        num_joined = self._pids.update(shared, self.state.epoch, self._assignment)
+        joined, workers = shared.attached(self.state.epoch), self._assignment.workers
+        self._pids = {workers[rank]: pid for rank, pid in joined.items() if rank < len(workers)}
+        for worker, pid in shared.followers(self.state.epoch).items():
+            if worker in self._assignment.everyone:
+                self._pids[worker] = pid
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
             self._progress.new_faults += 1
             self._latest_reason = f"{death.worker} ended ({death.how})"
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
-            if death.of(self._pids.current):
+            if death.of(self._pids):
                 reasons.append((death.kind, self._latest_reason))
-            elif death.of(self._pids.previous):
+            elif death.of(self._last_pids):
                 self._stats.reclassify(death.kind)
                 self._publish_faults()
-        if num_joined < len(self._assignment.workers):
+        if len(joined) < len(workers):
             self._complete_since = None
         elif self._complete_since is None:
             self._complete_since = time.monotonic()
@@ -217,7 +222,7 @@ class Recovery:
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} and its host give no sign of life")
             for worker in self._newly_silent(beats)
-            if worker in self._pids.current
+            if worker in self._pids
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
         working = [beats.get(worker) for worker in self._assignment.everyone]
@@ -340,7 +345,7 @@ class Recovery:
             self._give_up("Redis came back without its data; start the cluster again.")
         self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
-        self._pids.begin_epoch()
+        self._last_pids, self._pids = self._pids, {}
         log.info("epoch %d begins", begun)
 
     def _give_up_without_progress(self, shared: Membership) -> None:

@@ -27,7 +27,7 @@ from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, pl
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, repository_of
+from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import Range, blocks_of, place_of
 from pipespec.engine.checkpoint.parts.sources import HubSource
@@ -125,22 +125,6 @@ def at_once(
             raise
 
 
-def shared_models(deployment: Deployment) -> dict[str, Repository]:
-    """What other hosts call the models that they can get from here, which lacks no file of them."""
-    found = {}
-    for kind, info in deployment.models:
-        with suppress(ModelError):
-            found[kind] = repository_of(info.path)
-    return found
-
-
-def shared_names(deployment: Deployment) -> dict[str, Repository]:
-    """The same without their files; none where no host has folders of its own."""
-    if deployment.open_to is None and all(host.shares_caches for host in deployment.hosts):
-        return {}
-    return {kind: replace(each, files={}) for kind, each in shared_models(deployment).items()}
-
-
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
@@ -163,7 +147,7 @@ def distribute_weights(
             peers[host.name].parts = parts
             return peers[host.name]
 
-        for kind, shared in shared_models(deployment).items():
+        for kind, shared in deployment.shared.items():
             path, own, others = dict(deployment.models)[kind].path, set[str](), list[Peer]()
             for host in deployment.hosts:
                 parts = parts_asked(deployment, host, kind, shared)
@@ -175,7 +159,7 @@ def distribute_weights(
             model = _Model(kind, path, shared, others, *more)
             if not all(model.at_once(model.prepare)) or missing(path, own):
                 model.distribute(peer_of(launcher, own))
-    return replace(deployment, shared=shared_names(deployment), fetched=True)
+    return replace(deployment, fetched=True)
 
 
 class WeightMoves:
@@ -183,7 +167,7 @@ class WeightMoves:
     `distribute`. `deployment` is the cluster as it is if no worker is lost."""
 
     def __init__(self, deployment: Deployment, distribute: Distribute) -> None:
-        self._distribute = distribute
+        self.distribute = distribute
         self._thread: threading.Thread | None = None
         self.use(deployment)
 
@@ -222,7 +206,7 @@ class WeightMoves:
     def _move(self, deployment: Deployment) -> None:
         warn = partial(log.warning, "weights of the new layout: %s")
         try:
-            self._distribute(deployment, on_warning=warn)
+            self.distribute(deployment, on_warning=warn)
         except RankFailed:  # the cluster ends
             pass
         except PipespecError as error:

@@ -52,7 +52,8 @@ def on_this_host(
         given = getattr(host, kind)
         if kind == "target" or given is not None or (kind in needed and kind in deployment.shared):
             path = here(info.path, given, kind)
-            own[kind] = info if path == info.path else inspect(str(path))
+            same = path.absolute() == info.path.absolute()
+            own[kind] = info if same else inspect(str(path))
     if own["target"].kind != deployment.target.kind:
         raise ConfigError(
             f"Host {host.name} has another target in {own['target'].path} than the other hosts "

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
+from pipespec.cluster.diagnostics.diagnosis import (
+    Finding,
+    HostReport,
+    LinkReport,
+    diagnose,
+    required_models,
+)
 from pipespec.cluster.diagnostics.examine_hosts import rounds
-from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import Endpoint, LinkSpeed, Listening, Reachability
 from pipespec.config.hosts import HostsFile, load_hosts
