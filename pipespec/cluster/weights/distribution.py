@@ -65,8 +65,7 @@ class Peer(Conversation):
         self.name, self.parts = host.name, set[str]()
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
-        self.url: str | None = None
-        self.has_listened = False
+        self.url: str | None = ""  # until it was asked to listen
         self._on_progress, self._on_warning = on_progress, on_warning
         self._moved = self.wanted = 0
 
@@ -88,7 +87,7 @@ class Peer(Conversation):
 
     def urls(self, files: Iterable[str]) -> Mapping[str, str]:
         """Where other hosts read its files; nothing: they cannot."""
-        return {} if self.url is None else {each: url_of(self.url, each) for each in files}
+        return {each: url_of(self.url, each) for each in files} if self.url else {}
 
     def read(self, file: str, part: Range, size: int) -> bytes:
         """A part of one of its files, read through its process."""
@@ -238,8 +237,8 @@ class _Model:
     def prepare(self, peer: Peer) -> bool:
         """Have a host find the folder of the model; whether it has all that it needs."""
         peer.has = {}
-        known = {"path": str(self.path), "repository": asdict(self.shared)}
-        whole = peer.call("prepare", parts=sorted(peer.parts), **known)
+        known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
+        whole = peer.call("prepare", **known)
         peer.lacks = set() if whole else {*self._blocks(peer)}
         return bool(whole)
 
@@ -280,9 +279,9 @@ class _Model:
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
         """Let other hosts read from a host, and it from them, for this model and the next ones."""
-        if peer.has_listened:
+        if peer.url != "":
             return
-        peer.has_listened = True
+        peer.url = None
         address = peer.host.address or None
         with suppress(OSError):  # a host may call itself otherwise
             address = address and resolve(address)
@@ -303,15 +302,14 @@ class _Model:
             source = self._sources[name]
             hashes = source.has if isinstance(source, Peer) else {}
             wanted = [(*block, hashes.get(block)) for block in blocks]
-            known = {"name": name, "host": name != HUB}
             relayed = (peer.name, name) in self._relayed
             if urls := {} if relayed else source.urls({file for file, _ in blocks}):
-                direct.append({**known, "urls": urls, "wanted": wanted})
+                direct.append({"name": name, "urls": urls, "wanted": wanted})
                 continue
             for block, one in zip(blocks, wanted, strict=True):
                 data = source.read(block[0], self._place(block), self.shared.files[block[0]].size)
                 text = base64.b64encode(data).decode()
-                self._fetch(peer, [{**known, "data": text, "wanted": [one]}])
+                self._fetch(peer, [{"name": name, "data": text, "wanted": [one]}])
         if direct:
             self._fetch(peer, direct)
 
