@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from mmap import mmap
 from pathlib import Path
-from typing import NoReturn
 
 from pipespec.cluster.processes.agent import check_version, choose_interface
 from pipespec.cluster.processes.forked_workers import WORKER
-from pipespec.config.hosts import Host, HostsFile, load_hosts
+from pipespec.config.hosts import Host, load_hosts
 from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, ControllerError, PipespecError, print_error
 from pipespec.system import liveness
@@ -70,10 +69,14 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 3:
         raise ConfigError(USAGE)
     path, name, file = argv
-    host = host_of(load_hosts(path), path, name)
+    hosts = {host.name: host for host in load_hosts(path).hosts}
+    if name not in hosts:
+        raise ConfigError(f"{path} has no host {name!r}; it has {', '.join(hosts)}.")
+    host = hosts[name]
     if (number := os.environ.get("LOCAL_RANK")) is None:
         await_invitation(Path(file))
-        become_torchrun(len(host.devices), argv)
+        workers = (f"--nproc-per-node={len(host.devices)}", "-m", MODULE, *argv)
+        os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
     invitation = Invitation.read(Path(file))
     worker = os.environ[WORKER] = host.workers[int(number)]
     watch_this_process()
@@ -86,11 +89,6 @@ def main(argv: Sequence[str]) -> int:
             shared.report_failed_start(worker, str(error))
         raise
     return 0
-
-
-def become_torchrun(num_workers: int, argv: Sequence[str]) -> NoReturn:
-    workers = (f"--nproc-per-node={num_workers}", "-m", MODULE, *argv)
-    os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
 
 
 def await_invitation(path: Path) -> None:
@@ -131,14 +129,6 @@ def join_cluster(path: str, host: Host, invitation: Invitation) -> None:
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
     run_worker(deployment, where)
-
-
-def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:
-    for host in hosts_file.hosts:
-        if host.name == name:
-            return host
-    known = ", ".join(host.name for host in hosts_file.hosts)
-    raise ConfigError(f"{path} has no host {name!r}; it has {known}.")
 
 
 if __name__ == "__main__":
