@@ -242,17 +242,10 @@ def sample_layers(deployment: Deployment) -> range:
     target = deployment.target
     sizes = target.loaded(deployment.dtype, deployment.weight_format(target)).layers
     kinds = layer_kinds(target, sizes)
-    count, wanted = len(kinds), set(kinds)
-
-    def found() -> list[range]:
-        for length in range(1, count + 1):
-            some = [range(start, start + length) for start in range(count - length + 1)]
-            whole = [each for each in some if wanted == {kinds[layer] for layer in each}]
-            if whole:
-                return whole
-        return [range(count)]
-
-    return min(found(), key=lambda each: abs(each.start + each.stop - count))
+    count = len(kinds)
+    runs = (range(start, stop) for start in range(count) for stop in range(start + 1, count + 1))
+    whole = [each for each in runs if {*kinds} == {kinds[layer] for layer in each}]
+    return min(whole, key=lambda each: (len(each), abs(each.start + each.stop - count)))
 
 
 def with_hosts(

@@ -128,8 +128,7 @@ class Weights:
         device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.weight_format(info)
-        share = (member, size)
-        key = (rank > 0, layers, device, deployment.dtype, held, share)
+        key = (rank > 0, layers, device, deployment.dtype, held, member, size)
         # More ranks have more draft tokens in flight, for which the pool may be too small.
         least = 0 if info is None else memory.least_slots(deployment, rank).total()
         if key != self._loaded or (self._model is not None and self._model.num_slots < least):
