@@ -54,14 +54,12 @@ def decide(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
             f"{target.dtype}; leave model.dtype out."
         )
-    context = target.context
-    if config.model.context is not None:
-        if config.model.context > target.context:
-            raise ConfigError(
-                f"model.context is {config.model.context}, but the target was made for at most "
-                f"{target.context} tokens; lower model.context."
-            )
-        context = config.model.context
+    context = config.model.context or target.context
+    if context > target.context:
+        raise ConfigError(
+            f"model.context is {context}, but the target was made for at most {target.context} "
+            "tokens; lower model.context."
+        )
     check_vocabulary(config.sampling.params(fresh_seed=0), target.vocab_size)
     children = max(each.children for each in config.policies)
     if children > target.vocab_size:

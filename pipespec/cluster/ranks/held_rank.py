@@ -53,6 +53,8 @@ class HeldRank:
 
     def core_shares(self) -> CoreShares:
         """The shares of the ranks of this worker's host in its cores, in this epoch."""
+        if (stated := self._stated_threads) is not None:
+            return CoreShares(stated, stated)
 
         def on_this_cpu(worker: str) -> bool:
             return self._place(worker) == (self._host, "cpu")
@@ -62,9 +64,7 @@ class HeldRank:
             on_this_cpu(each) for rank in stages for each in self.assignment.members(rank)
         )
         has_head = any(map(on_this_cpu, self.assignment.members(0)))
-        if self._stated_threads is None:
-            return share_cores(num_cores(), num_stages, has_head=has_head)
-        return CoreShares(self._stated_threads, self._stated_threads)
+        return share_cores(num_cores(), num_stages, has_head=has_head)
 
     @property
     def most_threads(self) -> int:
