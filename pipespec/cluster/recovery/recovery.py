@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
@@ -73,8 +74,7 @@ class Recovery:
         self._answer_s = ANSWER_TIMEOUT_S if server is None else TRY_S
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
-        self._orders = queue.SimpleQueue()
+        self._orders = queue.SimpleQueue[Callable[[], object]]()  # for the thread to call
         # From here on all fields belong to the thread; others read `state`.
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
@@ -103,18 +103,19 @@ class Recovery:
     def change(self, change: LayoutChange) -> None:
         """Begin an epoch with another assignment as soon as all of its workers live. It takes the
         place of a change that has not begun."""
-        self._orders.put(change)
+        self._orders.put(partial(self._set_change, change))
 
     def drop_change(self) -> None:
         """Drop a change that has not begun. When this returns, it has, or will never."""
         dropped = threading.Event()
-        self._orders.put(dropped)
+        self._orders.put(partial(self._set_change, None))
+        self._orders.put(dropped.set)
         while not dropped.wait(LOOK_S) and self._thread.is_alive():
             pass
 
     def watch_workers(self, workers: Sequence[str]) -> None:
         """These are all workers from now on."""
-        self._orders.put(tuple(workers))
+        self._orders.put(partial(self._leases.watch, workers))
 
     def __enter__(self) -> Self:
         return self
@@ -180,7 +181,8 @@ class Recovery:
 
     def _check_signs(self, shared: Membership) -> None:
         assert self._workers is not None
-        self._take_orders()
+        while not self._orders.empty():
+            self._orders.get()()
         shared.renew_launcher()
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self.state.epoch]
         failed = next((each for each in found if each.start_failed), None)
@@ -242,16 +244,8 @@ class Recovery:
         ):
             self._make_change(shared, self._change)
 
-    def _take_orders(self) -> None:
-        while not self._orders.empty():
-            order = self._orders.get()
-            if isinstance(order, tuple):
-                self._leases.watch(order)
-            elif isinstance(order, threading.Event):
-                self._change = None
-                order.set()
-            else:
-                self._change = order
+    def _set_change(self, change: LayoutChange | None) -> None:
+        self._change = change
 
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
         log.info("epoch %d: %s", self.state.epoch, change.reason)
