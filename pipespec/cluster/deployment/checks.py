@@ -141,7 +141,7 @@ def summary(deployment: Deployment) -> str | None:
     found = []
     for name, info, rank in memory.models_by_rank(deployment):
         held = deployment.weight_format(info)
-        size = memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+        size = memory.held_bytes(deployment, info, rank)
         how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
         found.append(f"{name} {size_text(size)} ({how})")
     return f"Weights: {'; '.join(found)}."
