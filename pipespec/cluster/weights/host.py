@@ -103,7 +103,8 @@ class WeightHost:
                     source = RangeSource(each["name"], each["urls"], context)
                 asked.append((source, wanted))
             failed = {
-                source.name: _why(error) for source, error in fetch(asked, self._moved).items()
+                source.name: "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
+                for source, error in fetch(asked, self._moved).items()
             }
         return {"has": self._here(blocks), "failed": failed}
 
@@ -155,10 +156,6 @@ def _files_here(path: Path, repository: Repository) -> dict[str, PartsFile]:
     """The files of a checkpoint of a folder of its own."""
     paths = (folder_of_checkpoint(path) / name for name in repository.files)
     return {each.name: PartsFile(each) for each in paths if each.is_file()}
-
-
-def _why(error: ModelError) -> str:
-    return "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
 
 
 def main() -> None:

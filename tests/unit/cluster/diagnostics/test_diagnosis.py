@@ -100,10 +100,6 @@ def only(found: Sequence[Finding]) -> Finding:
     return found[0]
 
 
-def test_nothing_is_found_where_nothing_is_wrong(hosts_file: HostsFile) -> None:
-    assert diagnose(hosts_file, healthy(), ALL_LINKS) == []
-
-
 def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:
     hosts = {**healthy(), "beta": HostReport(failure="beta: Connection refused; start sshd there.")}
     links = [each for each in ALL_LINKS if "beta" not in (each.source, each.to)]
