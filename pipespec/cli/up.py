@@ -91,9 +91,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         running = detached(name, settings, flags)
         announce(running, as_json=arguments.json, join_options=join_options)
         return 0
-    return stay(
-        name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
-    )
+    return stay(arguments, name, settings, join_options)
 
 
 def cluster_of(
@@ -138,20 +136,18 @@ def default_name(settings: Sequence[str]) -> str:
 
 
 def stay(
+    arguments: argparse.Namespace,
     name: str,
     settings: Sequence[str],
-    *,
-    as_json: bool,
-    measure: bool,
-    join_options: JoinOptions | None = None,
+    join_options: JoinOptions | None,
 ) -> int:
-    """Run a cluster until a signal asks for its end. With `measure` the hosts of its hosts file are
+    """Run a cluster until a signal asks for its end. With --measure the hosts of its hosts file are
     measured first, and with `join_options`, by which other hosts join, always."""
     with claim(name):
         from pipespec.config.compose import compose
 
         config = compose(settings)
-        if measure and config.cluster.hosts is None:
+        if arguments.measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
         from pipespec.client.local_cluster import running_cluster
@@ -164,7 +160,7 @@ def stay(
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(kept, measure=measure, join_options=join_options) as (
+                planned(kept, measure=arguments.measure, join_options=join_options) as (
                     deployment,
                     admission,
                 ),
@@ -192,7 +188,7 @@ def stay(
                         publish(running)
                         on_ready()
                         ready = True
-                        announce(running, as_json=as_json, join_options=join_options)
+                        announce(running, as_json=arguments.json, join_options=join_options)
                         watch(name, cluster)
         except KeyboardInterrupt:
             # A cluster that is up ends with a signal.

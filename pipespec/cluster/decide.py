@@ -4,6 +4,7 @@ no model and no rank's loop, so that errors come quickly."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from pipespec.cluster.deployment.checks import check_groups, require_attention
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
+from pipespec.engine.checkpoint.partial_checkpoint import repository_of
+from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
 from pipespec.placement.slices import Placement, plan_slices, split_evenly
@@ -51,14 +54,12 @@ def decide(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
             f"{target.dtype}; leave model.dtype out."
         )
-    context = target.context
-    if config.model.context is not None:
-        if config.model.context > target.context:
-            raise ConfigError(
-                f"model.context is {config.model.context}, but the target was made for at most "
-                f"{target.context} tokens; lower model.context."
-            )
-        context = config.model.context
+    context = config.model.context or target.context
+    if context > target.context:
+        raise ConfigError(
+            f"model.context is {context}, but the target was made for at most {target.context} "
+            "tokens; lower model.context."
+        )
     check_vocabulary(config.sampling.params(fresh_seed=0), target.vocab_size)
     children = max(each.children for each in config.policies)
     if children > target.vocab_size:
@@ -90,8 +91,17 @@ def decide(
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid))
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
     check_groups(found)
-    found = found.laid_out(placement)
+    found = replace(found.laid_out(placement), shared=shared_models(found))
     require_attention(found)
+    return found
+
+
+def shared_models(deployment: Deployment) -> dict[str, Repository]:
+    """What other hosts call the models that they can get from here, which lacks no file of them."""
+    found = {}
+    for kind, info in deployment.models:
+        with suppress(ModelError):
+            found[kind] = repository_of(info.path)
     return found
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 from pipespec.cluster.deployment import memory
@@ -30,11 +29,7 @@ from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.cluster.recovery.cluster_state import ClusterState
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
-from pipespec.cluster.weights.distribution import (
-    WeightMoves,
-    distribute_weights,
-    shared_names,
-)
+from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.locations import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
@@ -244,10 +239,8 @@ def start_cluster(
     workers started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank
     starts; RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
-    known = replace(deployment, shared=deployment.shared or shared_names(deployment))
     over = threading.Event()
-    distribute = partial(distribute_weights, over=over)
-    moves = WeightMoves(known, distribute)
+    moves = WeightMoves(deployment, partial(distribute_weights, over=over))
     with (
         cluster_redis(deployment) as redis,
         Recovery(
@@ -270,17 +263,16 @@ def start_cluster(
             on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
         def start(on: AgentHandle | None, planned: Deployment) -> None:
-            hosts = {worker: host for host in planned.hosts for worker in host.workers}
             agents.start_workers(
                 WORKER_ENTRYPOINT,
-                (planned, where, hosts),
+                (planned, where),
                 on_log=None if on_log is None else send_log,
                 on=on,
             )
 
-        changes = HostChanges(agents, recovery, moves, start, distribute)
+        changes = HostChanges(agents, recovery, moves, start)
         session = ClusterSession(deployment, redis, agents, recovery, changes)
-        start(None, known)
+        start(None, deployment)
         recovery.watch(agents)
         if on_begun is not None:
             on_begun(where)

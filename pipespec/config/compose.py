@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pipespec.config.choices import default_choices, options, read_choice
 from pipespec.config.overrides import (
     check_key,
-    check_option,
     checked,
     is_interpolation,
     parse,
@@ -21,6 +20,7 @@ from pipespec.config.overrides import (
 )
 from pipespec.config.schema import Config, RunConfig, masked
 from pipespec.errors import ConfigError
+from pipespec.limits import suggest
 from pipespec.system.devices import num_cuda
 from pipespec.system.folders import resource_dir
 
@@ -76,8 +76,10 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     names |= {"proposer": "suffix"} if "proposer" in chosen_here else {}
     chosen = [text for text in texts if text.partition("=")[0] in names]
     for override in map(parse, chosen):
-        check_option(override.key_or_group, override.value())
-        names[override.key_or_group] = str(override.value())
+        group, name = override.key_or_group, str(override.value())
+        if name not in (known := options(group)):
+            raise ConfigError(f"{group}={name} is not known; {suggest(name, known, f'{group}=')}.")
+        names[group] = name
     choices = [read_choice(group, name) for group, name in names.items()]
     for choice in choices:
         choice.check_names()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -124,13 +124,6 @@ class HostsFile:
     def num_stages(self) -> int:
         """How many workers hold layers: all but the head and the spares."""
         return len(self.workers) - 1 - self.spares
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        """The worker of each rank if nothing was measured: the head, then the stages in order."""
-        head = self.heads[0]
-        spares = replace(self, draft=head).spare_workers
-        return (head, *(each for each in self.workers if each != head and each not in spares))
 
     @property
     def by_hand(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from pipespec.config.choices import groups, options
+from pipespec.config.choices import groups
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import RunConfig, masked
 from pipespec.errors import ConfigError
@@ -131,13 +131,6 @@ def _kind(key: str, classes: Mapping[str, type]) -> Any:
     """The type of a setting; None: it is not known."""
     group, _, name = key.rpartition(".")
     return kinds(classes[group]).get(name) if group in classes else None
-
-
-def check_option(group: str, value: object) -> None:
-    if value not in options(group):
-        raise ConfigError(
-            f"{group}={value} is not known; {suggest(str(value), options(group), f'{group}=')}."
-        )
 
 
 def check_key(key: str, classes: Mapping[str, type], chosen: Sequence[str]) -> None:

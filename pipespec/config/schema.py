@@ -292,9 +292,8 @@ class Config(RunConfig):
                 f"scheduler.max_num_batched_tokens is {given}, but this policy feeds up to "
                 f"{self._most_rows} rows of one request; raise it, or lower policy.width."
             )
-        if self.trace is None:
-            return
-        check_new_file("trace", self.trace)
+        if self.trace is not None:
+            check_new_file("trace", self.trace)
 
 
 def masked(text: str) -> str:

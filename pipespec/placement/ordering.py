@@ -7,7 +7,6 @@ least: of all ways to a stage, the best for each layer at which they can end is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, permutations
 from math import fsum, inf
@@ -20,26 +19,17 @@ from pipespec.placement.costs import Needs, Problem, Worker, ends_ms
 MAX_ORDERED = 5
 
 
-@dataclass(frozen=True)
-class StageOrder:
-    """A head, the stages in their order, how many layers each has, and how good that is.
-
-    No rank takes longer than `limit` milliseconds; `link_ms` is the time of all messages.
-    """
-
-    head: Worker
-    stages: tuple[Worker, ...]
-    sizes: tuple[int, ...]
-    limit: float
-    link_ms: float
+# A head, the stages in their order, and how many layers each has.
+Layout = tuple[Worker, tuple[Worker, ...], tuple[int, ...]]
 
 
 def best_order(
     problem: Problem, workers: Sequence[Worker], heads: Sequence[Worker]
-) -> StageOrder | None:
+) -> Layout | None:
     """The layout of the workers whose slowest rank takes the least and, of such ones, whose
     messages do; None if there is none."""
-    best: StageOrder | None = None
+    best: Layout | None = None
+    least = inf, 0.0  # milliseconds of the slowest rank, and of all messages
     times_of = lru_cache(None)(partial(_stage_times, problem.needs))
     for head in heads:
         for stages in _orders(problem, [each for each in workers if each is not head]):
@@ -53,9 +43,8 @@ def best_order(
             slowest[0] = problem.draft_ms(head) + links[0]
             for of_stage in times:
                 slowest = np.maximum(slowest[:, None], of_stage).min(0)
-            limit, link_ms = float(slowest[-1]), fsum(links)
-            if limit < inf and (best is None or (limit, link_ms) < (best.limit, best.link_ms)):
-                best = StageOrder(head, stages, _even_sizes(times, limit), limit, link_ms)
+            if (cost := (float(slowest[-1]), fsum(links))) < least:
+                least, best = cost, (head, stages, _even_sizes(times, cost[0]))
     return best
 
 

@@ -81,7 +81,8 @@ def plan_slices(problem: Problem) -> Placement:
     best = best_order(problem, workers, heads)
     if best is None:
         raise _no_room(problem, workers, heads)
-    return _placement(problem, best.head, best.stages, slices(best.sizes))
+    head, stages, sizes = best
+    return _placement(problem, head, stages, slices(sizes))
 
 
 def remaining(placement: Placement, dead: Iterable[str]) -> Placement:
@@ -210,8 +211,9 @@ def _no_room(problem: Problem, workers: Sequence[Worker], heads: Sequence[Worker
     boundless = {each.name: replace(each, memory_bytes=inf) for each in workers}
     best = best_order(problem, [*boundless.values()], [boundless[each.name] for each in heads])
     assert best is not None
+    _, stages, sizes = best
     missing, told = 0.0, []
-    for name, piece in zip([each.name for each in best.stages], slices(best.sizes), strict=True):
+    for name, piece in zip([each.name for each in stages], slices(sizes), strict=True):
         has, needed = problem.worker(name).memory_bytes, problem.needs.stage_bytes(piece)
         if needed > has:
             missing += needed - has

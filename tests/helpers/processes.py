@@ -21,13 +21,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def command_line(process: psutil.Process) -> str:
-    """The words it was started with; "" if it has ended."""
-    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return " ".join(process.cmdline())
-    return ""
-
-
 def run_module(host: Host, *words: str, given: bytes = b"") -> bytes:
     """What `python -m` and the words write on a host. Raises HostFailed."""
     with tempfile.TemporaryFile() as errors:

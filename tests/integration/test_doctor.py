@@ -183,15 +183,6 @@ def test_a_host_that_does_not_answer_is_given_up(
     assert any("beta: the probe did not answer within 2 s; check the load" in x for x in lines)
 
 
-@pytest.mark.long
-def test_what_a_login_script_prints_is_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chatty = python(tmp_path, "echo Welcome", "echo 3", "echo '{}'", RUN_PYTHON)
-    report, _ = examined(capsys, hosts_file(tmp_path, beta={"python": chatty}), code=0)
-    assert report["hosts"]["beta"]["inventory"]
-
-
 def test_an_address_that_leads_to_another_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from pipespec.system.folders import resource_dir
 from pipespec.system.versions import own_version
-from tests.helpers.processes import command_line, is_alive
+from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
 from tools.rig.testbed import Testbed, missing
 
@@ -78,7 +78,7 @@ def hung_up() -> Callable[[psutil.Process], bool]:
     def ended(command: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
             for child in [] if seen else command.children():
-                line = command_line(child)
+                line = " ".join(child.cmdline())
                 if "10.77.0.3" in line and "ssh" in line.split()[0]:
                     seen.append(child)
         return bool(seen) and not is_alive(seen[0].pid)

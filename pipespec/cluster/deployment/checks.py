@@ -18,8 +18,7 @@ from pipespec.transport.transport_settings import NCCL
 
 def require_attention(deployment: Deployment) -> None:
     """Raise ConfigError if a stage here cannot use the attention backend of the settings."""
-    name = deployment.config.model.attention
-    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    name, local = deployment.config.model.attention, deployment.local_workers
     for rank, (worker, device) in enumerate(
         zip(deployment.workers, deployment.devices, strict=True)
     ):
@@ -52,8 +51,7 @@ def check_groups(deployment: Deployment) -> None:
 
 def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
-    model = deployment.config.model
-    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    model, local = deployment.config.model, deployment.local_workers
     head, *stages = deployment.workers
     for kind, info in deployment.models if local else ():
         name = quantization_of(kind)
@@ -104,8 +102,8 @@ def shared_gpu(deployment: Deployment) -> str | None:
 
 def without_ggml(deployment: Deployment) -> str | None:
     """Why CPUs of this machine compute weights of few bits without ggml; None: they do not."""
-    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
-    on_cpu = any(deployment.device_of(each) == "cpu" for each in local & {*deployment.workers})
+    here = deployment.local_workers & {*deployment.workers}
+    on_cpu = any(deployment.device_of(each) == "cpu" for each in here)
     few_bits = any(info.can_keep for _, info in deployment.models)
     return (library.why_not() or None) if on_cpu and few_bits else None
 
@@ -143,7 +141,7 @@ def summary(deployment: Deployment) -> str | None:
     found = []
     for name, info, rank in memory.models_by_rank(deployment):
         held = deployment.weight_format(info)
-        size = memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+        size = memory.held_bytes(deployment, info, rank)
         how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
         found.append(f"{name} {size_text(size)} ({how})")
     return f"Weights: {'; '.join(found)}."

@@ -26,7 +26,7 @@ class Deployment:
     `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
     entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
-    for. `shared` names the models that hosts may have got from the hub or from one another;
+    for. `shared`: what hosts call the models that they can get from the hub or from one another;
     `fetched`: the hosts have the weights that they compute in the first epoch. `open_to` is the
     address of this machine at which hosts may join while the cluster runs; None: none may. `joined`
     are those of the `hosts` that have, and `changes` counts how often one has joined or left.
@@ -65,17 +65,21 @@ class Deployment:
     def spares(self) -> tuple[str, ...]:
         return self.placement.spares
 
+    @property
+    def local_workers(self) -> set[str]:
+        """All workers of this machine."""
+        return {worker for host in self.hosts if host.local for worker in host.workers}
+
+    def host_of(self, worker: str) -> Host:
+        return next(host for host in self.hosts if worker in host.workers)
+
     def device_of(self, worker: str) -> str:
-        return next(
-            device
-            for host in self.hosts
-            for name, device in zip(host.workers, host.devices, strict=True)
-            if name == worker
-        )
+        host = self.host_of(worker)
+        return host.devices[host.workers.index(worker)]
 
     def followers_of(self, worker: str) -> tuple[str, ...]:
         """The workers that compute a rank with this one, which can hold it."""
-        return next(host.members[worker] for host in self.hosts if worker in host.members)[1:]
+        return self.host_of(worker).members[worker][1:]
 
     @property
     def num_ranks(self) -> int:

@@ -65,7 +65,6 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
     if info is None:
         return Counter()
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    layers = layers_of(deployment, info, rank)
     slot = slot_bytes(deployment, info, rank)
     config = deployment.config
     found = Counter({name: n * slot for name, n in least_slots(deployment, rank).items()})
@@ -81,11 +80,10 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
     else:
         row = NUM_COLUMNS * 8 + info.hidden_size * item
         found["policy.width"] += config.fed_rows * row
-        if layers.stop == info.num_layers:
+        if layers_of(deployment, info, rank).stop == info.num_layers:
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
-    device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
-    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
+    found[WEIGHTS] += weight_bytes(deployment, info, rank, members_of(deployment, info, rank))
     return found
 
 
@@ -93,14 +91,14 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
     return deployment.layers[rank - 1] if rank else range(info.num_layers)
 
 
-def members_of(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
+def members_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """The tensor-parallel size of a rank's model; that of the mid-size model is 1."""
-    return 1 if mid else deployment.sizes[rank]
+    return 1 if info is deployment.mid else deployment.sizes[rank]
 
 
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of a token in the KV pool of a rank, or of each of its members."""
-    members = members_of(deployment, rank, mid=info is deployment.mid)
+    members = members_of(deployment, info, rank)
     of_layer = info.kv_bytes(deployment.dtype_of(info), deployment.config.model.kv_dtype, members)
     return info.kv_layers(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
 
@@ -108,8 +106,7 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
 def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
     that are kept of prompts, and those of tree nodes."""
-    mid, settings = info is deployment.mid, deployment.config.model
-    members = members_of(deployment, rank, mid=mid)
+    settings, members = deployment.config.model, members_of(deployment, info, rank)
     kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
     sequences = deployment.config.scheduler.max_num_seqs + kept
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
@@ -137,14 +134,12 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
     as one such sequence needs. `mid`: those of the mid-size model."""
     info = model_of(deployment, rank, mid=mid)
     assert info is not None
-    device = deployment.devices[rank]
     least = least_slots(deployment, rank).total()
     slot = slot_bytes(deployment, info, rank)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
-        share = share or KV_SHARE[device.partition(":")[0]]
-        layers, members = layers_of(deployment, info, rank), members_of(deployment, rank, mid=mid)
-        weights = weight_bytes(deployment, info, device, layers, members)
+        share = share or KV_SHARE[deployment.devices[rank].partition(":")[0]]
+        weights = weight_bytes(deployment, info, rank, members_of(deployment, info, rank))
         states = recurrent_bytes(deployment, info, rank)
         amount = int(share * max(free - weights - states, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
@@ -173,34 +168,23 @@ def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
     return slots - draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
 
 
-def weight_bytes(
-    deployment: Deployment,
-    info: CheckpointInfo,
-    device: str,
-    layers: range,
-    members: int = 1,
-) -> int:
-    """Bytes of weights that loading these layers, or the part of a member of them, certainly uses
-    on a device."""
+def weight_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, members: int = 1) -> int:
+    """Bytes of weights that loading the layers of a rank, or the part of a member of them,
+    certainly uses on its device."""
     held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
     plain = held is None and info.storage.dequantized_from is None
     mapped = whole and plain and sizes == info.stored
-    if device == "cpu" and mapped:
+    if deployment.devices[rank] == "cpu" and mapped:
         return 0
-    return held_bytes(deployment, info, layers, members)
+    return held_bytes(deployment, info, rank, members)
 
 
-def held_bytes(
-    deployment: Deployment,
-    info: CheckpointInfo,
-    layers: range,
-    members: int = 1,
-) -> int:
-    """Bytes of the weights of these layers, with embedding and head where they belong to them, or
-    of the part of a member of them; those that are mapped from files count too."""
-    dtype = deployment.dtype_of(info)
+def held_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, members: int = 1) -> int:
+    """Bytes of the weights of a rank's layers, with embedding and head where they belong to them,
+    or of the part of a member of them; those that are mapped from files count too."""
+    layers, dtype = layers_of(deployment, info, rank), deployment.dtype_of(info)
     whole = info.loaded(dtype, deployment.weight_format(info))
     sizes = info.loaded_part(whole, members, dtype)
     first, last = layers.start == 0, layers.stop == info.num_layers
@@ -212,7 +196,7 @@ def bytes_by_rank(deployment: Deployment) -> list[int]:
     """Bytes of the weights of each rank."""
     found = [0] * deployment.num_ranks
     for _, info, rank in models_by_rank(deployment):
-        found[rank] += held_bytes(deployment, info, layers_of(deployment, info, rank))
+        found[rank] += held_bytes(deployment, info, rank)
     return found
 
 
@@ -315,8 +299,7 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
     """Raise ConfigError unless this process and its children may open files enough, or `limit`."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    local = sum(len(host.workers) for host in deployment.hosts if host.local)
-    wanted = FILES + FILES_PER_WORKER * local
+    wanted = FILES + FILES_PER_WORKER * len(deployment.local_workers)
     if deployment.config.controller.url is None:
         workers = sum(len(host.workers) for host in deployment.hosts)
         wanted = max(wanted, REDIS_FILES + FILES_PER_WORKER * workers)
@@ -328,5 +311,5 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 
 
 def local_ranks(deployment: Deployment) -> list[int]:
-    here = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    here = deployment.local_workers
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]

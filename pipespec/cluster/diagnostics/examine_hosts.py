@@ -15,8 +15,13 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
-from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.diagnosis import (
+    Finding,
+    HostReport,
+    LinkReport,
+    diagnose,
+    required_models,
+)
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import MEASURE_S, Link, Listening
 from pipespec.cluster.host_link.programs import Conversation

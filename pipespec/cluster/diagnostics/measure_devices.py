@@ -201,7 +201,8 @@ class _DeviceBenchmark:
         """Layers of a kind whose files are here: the middle of the longest run, as many as are
         timed together."""
         layer_bytes = max(self.request.sizes(info, "stage").layers)
-        here, best, run = layers_here(info.path, info.num_layers), range(0), range(0)
+        best = run = range(0)
+        here = layers_here(info.path, info.num_layers)
         for layer in (each for each in here if kinds[each] == kind):
             run = range(run.start if run.stop == layer else layer, layer + 1)
             best = max(best, run, key=len)
@@ -232,18 +233,16 @@ class _DeviceBenchmark:
 
     def load(self, info: CheckpointInfo, layers: range, quantization: str | None) -> ModelSlice:
         """A slice with room for the text and one batch."""
+        rows = self.request.rows
         return ModelSlice.load(
             info.path,
             layers,
             dtype=getattr(torch, self.request.dtype_of(info)),
             quantization=quantization,
             device=self.device,
-            num_slots=self.length(info) + self.request.rows,
+            num_slots=max(rows, min(self.request.length + rows, info.context)),
             kv_dtype=self.request.kv_dtype,
         )
-
-    def length(self, info: CheckpointInfo) -> int:
-        return max(0, min(self.request.length, info.context - self.request.rows))
 
     def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(self.request.rows, size, device=self.device).to(dtype)

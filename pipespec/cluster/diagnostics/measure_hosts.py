@@ -179,16 +179,8 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
             raise HostFailed(
                 f"{host.name}: no times of {name} came; install the same pipespec there"
             )
-        workers.append(
-            Worker(
-                name,
-                layer_ms=stage["layer_ms"],
-                head_ms=stage["head_ms"],
-                embedding_ms=stage["embedding_ms"],
-                kind_ms=tuple(stage.get("kind_ms", ())),
-                memory_bytes=found["memory_bytes"],
-            )
-        )
+        times: dict[str, Any] = {key: ms for key, ms in stage.items() if key != "kv_slot_bytes"}
+        workers.append(Worker(name, **times, memory_bytes=found["memory_bytes"]))
     routes = {
         (link.source, link.to): Route(link.measured.rtt_ms, link.measured.gbit_per_s)
         for link in links

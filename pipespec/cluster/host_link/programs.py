@@ -107,14 +107,15 @@ class Conversation:
         with self._calling:
             self._write(json.dumps({"do": do, **arguments}))
             for line in self._lines:
-                found = _noted(line)
-                if found and not self._understood:
+                if not (found := message_in(line)):
+                    continue
+                if not self._understood:
                     self._require(found.get("version", "of another version"))
                 elif "result" in found:
                     return found["result"]
                 elif "error" in found:
                     raise self.refusal(found["error"])
-                elif found:
+                else:
                     self.noted(**found)
         raise self.failure(self._ending_s) or self._silent()
 
@@ -165,12 +166,13 @@ class Conversation:
             self._write("")
 
 
-def _noted(line: bytes) -> dict[str, Any]:
-    """What a line says; nothing: a login script may have printed it."""
+def message_in(line: bytes) -> dict[str, Any] | None:
+    """What a program says in a line; None: a login script, or a module that it imports, may have
+    printed it."""
     with suppress(ValueError):
         if isinstance(found := json.loads(line), dict):
             return found
-    return {}
+    return None
 
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:

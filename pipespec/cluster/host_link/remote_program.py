@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from typing import IO
 
 import asyncssh
@@ -21,7 +21,6 @@ from pipespec.cluster.host_link import host_session, loop
 from pipespec.cluster.host_link.connection import (
     CHUNK_BYTES,
     FAILURES,
-    Connection,
     connected,
     pump,
     reason_of,
@@ -81,9 +80,12 @@ async def _run(
     """Run a program between two sockets of this process; its `returncode`."""
     given, stdin_writer = await asyncio.open_connection(sock=stdin)
     _, taken = await asyncio.open_connection(sock=stdout)
+    # A host that has joined knows by itself how a module is run.
+    command = shlex.join(words) if host.has_joined else remote_line(host, words)
+    link = host_session.connected(host) if host.has_joined else connected(host, alive_count)
     try:
-        async with _connected(host, alive_count) as (connection, peer):
-            process = await run_command(connection, _command(host, words))
+        async with link as (connection, peer):
+            process = await run_command(connection, command)
             feeding = asyncio.create_task(_feed(given, process.stdin))
             try:
                 await asyncio.gather(pump(process.stdout, taken), _keep(process.stderr, stderr))
@@ -112,15 +114,6 @@ async def _keep(source: asyncssh.SSHReader[bytes], file: IO[bytes]) -> None:
     with suppress(*FAILURES):
         while chunk := await source.read(CHUNK_BYTES):
             file.write(chunk)
-
-
-def _connected(host: Host, alive_count: int) -> AbstractAsyncContextManager[Connection]:
-    return host_session.connected(host) if host.has_joined else connected(host, alive_count)
-
-
-def _command(host: Host, words: Sequence[str]) -> str:
-    """What asks another host to run a module; a host that has joined knows how by itself."""
-    return shlex.join(words) if host.has_joined else remote_line(host, words)
 
 
 def remote_line(host: Host, words: Sequence[str]) -> str:

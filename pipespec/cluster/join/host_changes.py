@@ -22,12 +22,7 @@ from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
-from pipespec.cluster.weights.distribution import (
-    Distribute,
-    WeightMoves,
-    distribute_weights,
-    shared_names,
-)
+from pipespec.cluster.weights.distribution import Distribute, WeightMoves, distribute_weights
 from pipespec.config.hosts import Host
 from pipespec.engine.formats.slice_tensors import described
 from pipespec.errors import HostFailed, RankFailed, print_error
@@ -44,8 +39,7 @@ AWAY_S, IMPORTING_S, MEASURING_S, STILL_S, BEGINNING_S = 180.0, 120.0, 120.0, 30
 class HostChanges:
     """The hosts that have joined a cluster. Any thread may call it; of several hosts, only the
     changes of the layout wait for one another. `start`: starts the workers of a host's agent for a
-    deployment. `distribute`: gives the hosts of a deployment their weights, and calls with
-    sentences."""
+    deployment."""
 
     def __init__(
         self,
@@ -53,10 +47,8 @@ class HostChanges:
         recovery: Recovery,
         moves: WeightMoves,
         start: Callable[[AgentHandle, Deployment], None],
-        distribute: Distribute,
     ) -> None:
-        self._agents, self._recovery, self._moves = agents, recovery, moves
-        self._start, self._distribute = start, distribute
+        self._agents, self._recovery, self._moves, self._start = agents, recovery, moves, start
         self._changing = threading.Lock()  # the layout
         self._watching = threading.Lock()  # what the recovery watches
         self._guests: dict[str, AgentHandle] = {}  # of hosts that have joined, or do
@@ -92,7 +84,7 @@ class HostChanges:
         if names := self._away():
             steps.begin(f"it waits until {names} is back or given up", AWAY_S)
             steps.wait(lambda: not self._away())
-        found = steps.run(partial(measured, host, self.deployment, steps, self._distribute))
+        found = steps.run(partial(measured, host, self.deployment, steps, self._moves.distribute))
         # It imports what its workers need while the weights come.
         agent = self._guests[host.name] = self._agents.add(host)
         started = False
@@ -152,7 +144,7 @@ class HostChanges:
     def _fetch(self, after: Deployment, steps: HostSteps) -> None:
         """Give the hosts of a deployment their weights."""
         ways = {"on_progress": steps.progress, "on_warning": print_error, "over": steps.over}
-        steps.run(partial(self._distribute, replace(after, fetched=False), **ways))
+        steps.run(partial(self._moves.distribute, replace(after, fetched=False), **ways))
 
     def _switch(
         self,
@@ -231,7 +223,6 @@ def measured(
     """Measure a new host with a few layers of the target, which it gets from the others; these are
     `steps` of it. Raises PipespecError."""
     layers = sample_layers(before)
-    before = replace(before, shared=before.shared or shared_names(before))
     ranks = (before.workers[0], host.workers[0])
     trial = replace(
         before.knowing((*before.joined, host)),
@@ -251,17 +242,10 @@ def sample_layers(deployment: Deployment) -> range:
     target = deployment.target
     sizes = target.loaded(deployment.dtype, deployment.weight_format(target)).layers
     kinds = layer_kinds(target, sizes)
-    count, wanted = len(kinds), set(kinds)
-
-    def found() -> list[range]:
-        for length in range(1, count + 1):
-            some = [range(start, start + length) for start in range(count - length + 1)]
-            whole = [each for each in some if wanted == {kinds[layer] for layer in each}]
-            if whole:
-                return whole
-        return [range(count)]
-
-    return min(found(), key=lambda each: abs(each.start + each.stop - count))
+    count = len(kinds)
+    runs = (range(start, stop) for start in range(count) for stop in range(start + 1, count + 1))
+    whole = [each for each in runs if {*kinds} == {kinds[layer] for layer in each}]
+    return min(whole, key=lambda each: (len(each), abs(each.start + each.stop - count)))
 
 
 def with_hosts(

@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from mmap import mmap
 from pathlib import Path
-from typing import NoReturn
 
 from pipespec.cluster.processes.agent import check_version, choose_interface
 from pipespec.cluster.processes.forked_workers import WORKER
-from pipespec.config.hosts import Host, HostsFile, load_hosts
+from pipespec.config.hosts import Host, load_hosts
 from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, ControllerError, PipespecError, print_error
 from pipespec.system import liveness
@@ -70,28 +69,26 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 3:
         raise ConfigError(USAGE)
     path, name, file = argv
-    hosts_file = load_hosts(path)
-    host = host_of(hosts_file, path, name)
+    hosts = {host.name: host for host in load_hosts(path).hosts}
+    if name not in hosts:
+        raise ConfigError(f"{path} has no host {name!r}; it has {', '.join(hosts)}.")
+    host = hosts[name]
     if (number := os.environ.get("LOCAL_RANK")) is None:
         await_invitation(Path(file))
-        become_torchrun(len(host.devices), argv)
+        workers = (f"--nproc-per-node={len(host.devices)}", "-m", MODULE, *argv)
+        os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
     invitation = Invitation.read(Path(file))
     worker = os.environ[WORKER] = host.workers[int(number)]
     watch_this_process()
     try:
         check_version(invitation.version)
-        join_cluster(path, hosts_file, host, invitation)
+        join_cluster(path, host, invitation)
     except PipespecError as error:
         url, namespace = invitation.url, invitation.namespace
         with suppress(ControllerError), Membership(url, namespace) as shared:
             shared.report_failed_start(worker, str(error))
         raise
     return 0
-
-
-def become_torchrun(num_workers: int, argv: Sequence[str]) -> NoReturn:
-    workers = (f"--nproc-per-node={num_workers}", "-m", MODULE, *argv)
-    os.execv(sys.executable, [sys.executable, *TORCHRUN, *workers])
 
 
 def await_invitation(path: Path) -> None:
@@ -119,7 +116,7 @@ def watch_this_process() -> None:
     liveness.progress.share(memory)
 
 
-def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invitation) -> None:
+def join_cluster(path: str, host: Host, invitation: Invitation) -> None:
     choose_interface(host.address, host.interface)
 
     from pipespec.cluster.decide import decide
@@ -131,15 +128,7 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     settings = [text for text in invitation.overrides if not text.startswith(named)]
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
-    run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
-
-
-def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:
-    for host in hosts_file.hosts:
-        if host.name == name:
-            return host
-    known = ", ".join(host.name for host in hosts_file.hosts)
-    raise ConfigError(f"{path} has no host {name!r}; it has {known}.")
+    run_worker(deployment, where)
 
 
 if __name__ == "__main__":

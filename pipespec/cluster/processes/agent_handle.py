@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -53,15 +52,6 @@ class WorkerDeath:
 
     def of(self, pids: Mapping[str, int]) -> bool:
         return self.worker in pids and self.pid in (None, pids[self.worker])
-
-
-def _message(line: bytes) -> dict[str, Any] | None:
-    """A line of an agent's output; None: a module that its workers import has printed it."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 class AgentHandle:
@@ -239,8 +229,7 @@ class AgentHandle:
     def _listen(self, agent: programs.Program) -> None:
         assert agent.stdout is not None
         for line in agent.stdout:
-            message = _message(line)
-            if message is None:
+            if (message := programs.message_in(line)) is None:
                 continue
             self.reached = True
             if "refused" in message and self._restarted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import PrefixStore
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.config.hosts import Host
 from pipespec.config.schema import AUTO
 from pipespec.controller.membership import LinkAddressTable, Membership
 from pipespec.system.cores import SHARES_CORES, CoreShares, num_cores, share_cores
@@ -38,7 +37,6 @@ class HeldRank:
     rank: int
     member: int
     assignment: RankAssignment
-    hosts: Mapping[str, Host]
     heartbeat: Heartbeat
 
     @property
@@ -48,27 +46,25 @@ class HeldRank:
     def num_models_on(self, device: str) -> int:
         """How many models and parts of models are on a device of this worker's host in this epoch:
         one of each worker, and the mid-size one of the head."""
-        host = self.hosts[self.members[self.member]].name
-        of_workers = sum(self._place(each) == (host, device) for each in self.assignment.everyone)
-        head, *_ = self.assignment.members(0)
-        has_mid = self.deployment.mid is not None and self.hosts[head].name == host
-        return of_workers + (has_mid and self.deployment.devices[0] == device)
+        here = self._host, device
+        of_workers = sum(self._place(each) == here for each in self.assignment.everyone)
+        has_mid = self.deployment.mid is not None
+        return of_workers + (has_mid and self._place(self.assignment.workers[0]) == here)
 
     def core_shares(self) -> CoreShares:
         """The shares of the ranks of this worker's host in its cores, in this epoch."""
-        here = self.hosts[self.members[self.member]].name
+        if (stated := self._stated_threads) is not None:
+            return CoreShares(stated, stated)
 
         def on_this_cpu(worker: str) -> bool:
-            return self._place(worker) == (here, "cpu")
+            return self._place(worker) == (self._host, "cpu")
 
         stages = range(1, self.deployment.num_ranks)
         num_stages = sum(
             on_this_cpu(each) for rank in stages for each in self.assignment.members(rank)
         )
         has_head = any(map(on_this_cpu, self.assignment.members(0)))
-        if self._stated_threads is None:
-            return share_cores(num_cores(), num_stages, has_head=has_head)
-        return CoreShares(self._stated_threads, self._stated_threads)
+        return share_cores(num_cores(), num_stages, has_head=has_head)
 
     @property
     def most_threads(self) -> int:
@@ -82,8 +78,12 @@ class HeldRank:
             return None if SHARES_CORES in os.environ else torch.get_num_threads()
         return int(threads)
 
+    @property
+    def _host(self) -> str:
+        return self._place(self.members[self.member])[0]
+
     def _place(self, worker: str) -> tuple[str, str]:
-        return self.hosts[worker].name, self.deployment.device_of(worker)
+        return worker.rpartition("/")[0], self.deployment.device_of(worker)
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def load_model(
         speedups.compile_slice(model)
     else:
         # Weights that count as used are freed as they are packed.
-        mapped = memory.weight_bytes(deployment, info, device, layers) == 0
+        mapped = memory.weight_bytes(deployment, info, rank) == 0
         room = memory.share_bytes(device, sharing) - memory.recurrent_bytes(deployment, info, rank)
         speedups.use_fastest_products(model, room if mapped else math.inf)
     any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
@@ -128,8 +128,7 @@ class Weights:
         device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.weight_format(info)
-        share = (member, size)
-        key = (rank > 0, layers, device, deployment.dtype, held, share)
+        key = (rank > 0, layers, device, deployment.dtype, held, member, size)
         # More ranks have more draft tokens in flight, for which the pool may be too small.
         least = 0 if info is None else memory.least_slots(deployment, rank).total()
         if key != self._loaded or (self._model is not None and self._model.num_slots < least):
@@ -237,8 +236,7 @@ def draft_proposer(
 ) -> DraftModelProposer:
     config, states = deployment.config, None
     if info.recurrent is not None:
-        members = memory.members_of(deployment, 0, mid=info is deployment.mid)
-        budget = deployment.kept_states_of(info, members)
+        budget = deployment.kept_states_of(info, memory.members_of(deployment, info, 0))
         states = KeptStates(budget, STATE_INTERVAL)
     return DraftModelProposer(
         runner,

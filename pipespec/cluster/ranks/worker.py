@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp
 from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.locations import on_this_host
 from pipespec.cluster.weights.plan import parts_of_rank
-from pipespec.config.hosts import Host
 from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
@@ -66,13 +65,14 @@ STEP_TIMES = "step_times"
 log = logging.getLogger(__name__)
 
 
-def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
-    """Run ranks until the head stops the cluster: the entrypoint of every worker. `hosts`: the host
-    of each worker. Raises Unreachable if Redis stays away, and PipespecError if something is wrong
-    with this worker rather than with its neighbours."""
+def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
+    """Run ranks until the head stops the cluster: the entrypoint of every worker. Raises
+    Unreachable if Redis stays away, and PipespecError if something is wrong with this worker rather
+    than with its neighbours."""
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
-    here = on_this_host(deployment, hosts[worker])
+    host = deployment.host_of(worker)
+    here = on_this_host(deployment, host)
     known = deployment
     weights, mid_weights = Weights(), Weights()
     number = 0
@@ -81,7 +81,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
         where.namespace,
         worker,
         patience_s=deployment.config.cluster.patience_s + LONGER_S,
-        by_hand=hosts[worker].by_hand,
+        by_hand=host.by_hand,
     ) as heartbeat:
         while True:
             progress.begin(LOADING_S)
@@ -97,29 +97,21 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             rank, member = place
             if assignment.joined != known.joined:
                 known = deployment.knowing(assignment.joined)
-                hosts = {name: host for host in known.hosts for name in host.workers}
-                here = replace(
-                    here,
-                    hosts=known.hosts,
-                    joined=known.joined,
-                    stage_devices=known.stage_devices,
-                )
             devices = list(map(known.device_of, assignment.workers))
             devices[rank] = known.device_of(worker)
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
-            if deployment.shared:  # its host may have got others than for the first epoch
-                laid_out = replace(known, layers=assignment.layers)
-                here = on_this_host(known, hosts[worker], parts_of_rank(laid_out, rank))
-            mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
+            mine = replace(known, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
+            if not host.shares_caches:  # it may have got others than for the first epoch
+                here = on_this_host(mine, host, parts_of_rank(mine, rank))
+            mine = replace(mine, target=here.target, draft=here.draft, mid=here.mid)
             try:
                 if mine.config.decode.form is not None and rank in (0, len(mine.layers)):
                     require_installed(f"{mine.config.decode.form} on this host")
                 # The launcher has checked its own host.
-                if not weights.loaded and not hosts[worker].local:
+                if not weights.loaded and not host.local:
                     memory.require_memory(mine, [rank], followers=False)
-                held = HeldRank(
-                    mine, replace(where, epoch=number), rank, member, assignment, hosts, heartbeat
-                )
+                of_epoch = replace(where, epoch=number)
+                held = HeldRank(mine, of_epoch, rank, member, assignment, heartbeat)
                 run_rank(held, weights, mid_weights)
                 return
             except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
@@ -186,7 +178,7 @@ def join_and_run(
     all."""
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
-    hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
+    hosts = [worker.rpartition("/")[0] for worker in held.assignment.everyone]
     spinner = make_spinner(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
     wanted = deployment.config.transport.backend
     with (

@@ -1,5 +1,5 @@
-"""The state of a cluster: as other threads see it, whether it makes progress, which workers are
-alive, by their signs, and which have joined its epochs."""
+"""The state of a cluster: as other threads see it, whether it makes progress, and which workers are
+alive, by their signs."""
 
 from __future__ import annotations
 
@@ -136,26 +136,3 @@ class WorkerLeases:
     def silent_s(self, worker: str, now: float) -> float:
         """For how many seconds a worker has been lost; 0: it is alive, or never was."""
         return now - self.lost_at.get(worker, now)
-
-
-class JoinedPids:
-    """The process ids of the workers that have joined this epoch, `current`, and the last one,
-    `previous`."""
-
-    def __init__(self) -> None:
-        self.current: dict[str, int] = {}
-        self.previous: dict[str, int] = {}  # of those that joined the last epoch
-
-    def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
-        joined = shared.attached(epoch)
-        self.current = {
-            worker: joined[rank] for rank, worker in enumerate(assignment.workers) if rank in joined
-        } | {
-            worker: pid
-            for worker, pid in shared.followers(epoch).items()
-            if worker in assignment.everyone
-        }
-        return len(joined)
-
-    def begin_epoch(self) -> None:
-        self.previous, self.current = self.current, {}

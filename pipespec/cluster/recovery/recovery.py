@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
@@ -32,7 +33,6 @@ from pipespec.cluster.recovery.cluster_state import (
     STABLE_S,
     ClusterProgress,
     ClusterState,
-    JoinedPids,
     LayoutChange,
     WorkerLeases,
 )
@@ -74,8 +74,7 @@ class Recovery:
         self._answer_s = ANSWER_TIMEOUT_S if server is None else TRY_S
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
-        self._orders = queue.SimpleQueue()
+        self._orders = queue.SimpleQueue[Callable[[], object]]()  # for the thread to call
         # From here on all fields belong to the thread; others read `state`.
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
@@ -84,7 +83,9 @@ class Recovery:
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
-        self._pids = JoinedPids()
+        # The processes of the workers that have joined this epoch, and the last one.
+        self._pids: dict[str, int] = {}
+        self._last_pids: dict[str, int] = {}
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
         # The cluster now. Any thread may read it.
@@ -102,18 +103,19 @@ class Recovery:
     def change(self, change: LayoutChange) -> None:
         """Begin an epoch with another assignment as soon as all of its workers live. It takes the
         place of a change that has not begun."""
-        self._orders.put(change)
+        self._orders.put(partial(self._set_change, change))
 
     def drop_change(self) -> None:
         """Drop a change that has not begun. When this returns, it has, or will never."""
         dropped = threading.Event()
-        self._orders.put(dropped)
+        self._orders.put(partial(self._set_change, None))
+        self._orders.put(dropped.set)
         while not dropped.wait(LOOK_S) and self._thread.is_alive():
             pass
 
     def watch_workers(self, workers: Sequence[str]) -> None:
         """These are all workers from now on."""
-        self._orders.put(tuple(workers))
+        self._orders.put(partial(self._leases.watch, workers))
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +181,8 @@ class Recovery:
 
     def _check_signs(self, shared: Membership) -> None:
         assert self._workers is not None
-        self._take_orders()
+        while not self._orders.empty():
+            self._orders.get()()
         shared.renew_launcher()
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self.state.epoch]
         failed = next((each for each in found if each.start_failed), None)
@@ -193,19 +196,23 @@ class Recovery:
         ]
         reported = self._workers.deaths
         deaths = [reported.get() for _ in range(reported.qsize())]
-        num_joined = self._pids.update(shared, self.state.epoch, self._assignment)
+        joined, workers = shared.attached(self.state.epoch), self._assignment.workers
+        self._pids = {workers[rank]: pid for rank, pid in joined.items() if rank < len(workers)}
+        for worker, pid in shared.followers(self.state.epoch).items():
+            if worker in self._assignment.everyone:
+                self._pids[worker] = pid
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
             self._progress.new_faults += 1
             self._latest_reason = f"{death.worker} ended ({death.how})"
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
-            if death.of(self._pids.current):
+            if death.of(self._pids):
                 reasons.append((death.kind, self._latest_reason))
-            elif death.of(self._pids.previous):
+            elif death.of(self._last_pids):
                 self._stats.reclassify(death.kind)
                 self._publish_faults()
-        if num_joined < len(self._assignment.workers):
+        if len(joined) < len(workers):
             self._complete_since = None
         elif self._complete_since is None:
             self._complete_since = time.monotonic()
@@ -217,7 +224,7 @@ class Recovery:
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} and its host give no sign of life")
             for worker in self._newly_silent(beats)
-            if worker in self._pids.current
+            if worker in self._pids
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
         working = [beats.get(worker) for worker in self._assignment.everyone]
@@ -237,16 +244,8 @@ class Recovery:
         ):
             self._make_change(shared, self._change)
 
-    def _take_orders(self) -> None:
-        while not self._orders.empty():
-            order = self._orders.get()
-            if isinstance(order, tuple):
-                self._leases.watch(order)
-            elif isinstance(order, threading.Event):
-                self._change = None
-                order.set()
-            else:
-                self._change = order
+    def _set_change(self, change: LayoutChange | None) -> None:
+        self._change = change
 
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
         log.info("epoch %d: %s", self.state.epoch, change.reason)
@@ -340,7 +339,7 @@ class Recovery:
             self._give_up("Redis came back without its data; start the cluster again.")
         self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
-        self._pids.begin_epoch()
+        self._last_pids, self._pids = self._pids, {}
         log.info("epoch %d begins", begun)
 
     def _give_up_without_progress(self, shared: Membership) -> None:

@@ -27,7 +27,7 @@ from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, pl
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, repository_of
+from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import Range, blocks_of, place_of
 from pipespec.engine.checkpoint.parts.sources import HubSource
@@ -65,8 +65,7 @@ class Peer(Conversation):
         self.name, self.parts = host.name, set[str]()
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
-        self.url: str | None = None
-        self.has_listened = False
+        self.url: str | None = ""  # until it was asked to listen
         self._on_progress, self._on_warning = on_progress, on_warning
         self._moved = self.wanted = 0
 
@@ -88,7 +87,7 @@ class Peer(Conversation):
 
     def urls(self, files: Iterable[str]) -> Mapping[str, str]:
         """Where other hosts read its files; nothing: they cannot."""
-        return {} if self.url is None else {each: url_of(self.url, each) for each in files}
+        return {each: url_of(self.url, each) for each in files} if self.url else {}
 
     def read(self, file: str, part: Range, size: int) -> bytes:
         """A part of one of its files, read through its process."""
@@ -125,22 +124,6 @@ def at_once(
             raise
 
 
-def shared_models(deployment: Deployment) -> dict[str, Repository]:
-    """What other hosts call the models that they can get from here, which lacks no file of them."""
-    found = {}
-    for kind, info in deployment.models:
-        with suppress(ModelError):
-            found[kind] = repository_of(info.path)
-    return found
-
-
-def shared_names(deployment: Deployment) -> dict[str, Repository]:
-    """The same without their files; none where no host has folders of its own."""
-    if deployment.open_to is None and all(host.shares_caches for host in deployment.hosts):
-        return {}
-    return {kind: replace(each, files={}) for kind, each in shared_models(deployment).items()}
-
-
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
@@ -163,7 +146,7 @@ def distribute_weights(
             peers[host.name].parts = parts
             return peers[host.name]
 
-        for kind, shared in shared_models(deployment).items():
+        for kind, shared in deployment.shared.items():
             path, own, others = dict(deployment.models)[kind].path, set[str](), list[Peer]()
             for host in deployment.hosts:
                 parts = parts_asked(deployment, host, kind, shared)
@@ -175,7 +158,7 @@ def distribute_weights(
             model = _Model(kind, path, shared, others, *more)
             if not all(model.at_once(model.prepare)) or missing(path, own):
                 model.distribute(peer_of(launcher, own))
-    return replace(deployment, shared=shared_names(deployment), fetched=True)
+    return replace(deployment, fetched=True)
 
 
 class WeightMoves:
@@ -183,14 +166,14 @@ class WeightMoves:
     `distribute`. `deployment` is the cluster as it is if no worker is lost."""
 
     def __init__(self, deployment: Deployment, distribute: Distribute) -> None:
-        self._distribute = distribute
+        self.distribute = distribute
         self._thread: threading.Thread | None = None
         self.use(deployment)
 
     def use(self, deployment: Deployment) -> None:
         """Plan for another layout from now on: a host has joined or left."""
         self.deployment = deployment
-        self._done = set[str]()  # assignments whose hosts have their weights
+        self._key = ""  # the assignment whose hosts got their weights last, or do
 
     def plan(self, away: set[str]) -> RankAssignment:
         """The assignment to the workers that are left, once their hosts have their weights. If
@@ -202,9 +185,12 @@ class WeightMoves:
         placement = self.deployment.without(away)
         found = self.deployment.assignment(placement)
         hosts = self.deployment.hosts
-        if all(host.shares_caches for host in hosts) or found.encode() in self._done:
+        if all(host.shares_caches for host in hosts):
             return found
         if self._thread is None or not self._thread.is_alive():
+            if self._key == found.encode():
+                return found
+            self._key = found.encode()
             changed = replace(
                 self.deployment,
                 fetched=False,
@@ -212,21 +198,18 @@ class WeightMoves:
                 layers=placement.layers,
                 hosts=tuple(host for host in hosts if not away.issuperset(host.workers)),
             )
-            arguments = changed, found.encode(), self._done
-            self._thread = threading.Thread(target=self._move, args=arguments, daemon=True)
+            self._thread = threading.Thread(target=self._move, args=(changed,), daemon=True)
             self._thread.start()
         raise WeightsPending
 
-    def _move(self, deployment: Deployment, key: str, done: set[str]) -> None:
+    def _move(self, deployment: Deployment) -> None:
         warn = partial(log.warning, "weights of the new layout: %s")
         try:
-            self._distribute(deployment, on_warning=warn)
+            self.distribute(deployment, on_warning=warn)
         except RankFailed:  # the cluster ends
             pass
         except PipespecError as error:
             warn(str(error))
-        finally:
-            done.add(key)
 
 
 @dataclass
@@ -243,6 +226,7 @@ class _Model:
 
     def __post_init__(self) -> None:
         self._hub = HubSource(self.shared.repo, self.shared.commit) if self.shared.on_hub else None
+        self._sources: dict[str, Peer | HubSource] = {HUB: self._hub} if self._hub else {}
         self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
@@ -253,8 +237,8 @@ class _Model:
     def prepare(self, peer: Peer) -> bool:
         """Have a host find the folder of the model; whether it has all that it needs."""
         peer.has = {}
-        known = {"path": str(self.path), "repository": asdict(self.shared)}
-        whole = peer.call("prepare", parts=sorted(peer.parts), **known)
+        known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
+        whole = peer.call("prepare", **known)
         peer.lacks = set() if whole else {*self._blocks(peer)}
         return bool(whole)
 
@@ -262,6 +246,7 @@ class _Model:
         """Fetch for all hosts, and for the launcher's, what they lack."""
         self.prepare(launcher)
         self.peers.append(launcher)
+        self._sources |= {peer.name: peer for peer in self.peers}
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
         self.at_once(partial(self._offer, wanted=wanted))
         if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
@@ -294,9 +279,9 @@ class _Model:
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
         """Let other hosts read from a host, and it from them, for this model and the next ones."""
-        if peer.has_listened:
+        if peer.url != "":
             return
-        peer.has_listened = True
+        peer.url = None
         address = peer.host.address or None
         with suppress(OSError):  # a host may call itself otherwise
             address = address and resolve(address)
@@ -310,28 +295,21 @@ class _Model:
                 "file."
             )
 
-    def _source(self, name: str) -> Peer | HubSource:
-        hosts = {peer.name: peer for peer in self.peers}
-        source = self._hub if name == HUB else hosts[name]
-        assert source is not None, "the plan names no other"
-        return source
-
     def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
         """Have a host get blocks from sources, or read them for it. Raises ModelError."""
         direct: list[dict[str, Any]] = []
         for name, blocks in plan.get(peer.name, {}).items():
-            source = self._source(name)
+            source = self._sources[name]
             hashes = source.has if isinstance(source, Peer) else {}
             wanted = [(*block, hashes.get(block)) for block in blocks]
-            known = {"name": name, "host": name != HUB}
             relayed = (peer.name, name) in self._relayed
             if urls := {} if relayed else source.urls({file for file, _ in blocks}):
-                direct.append({**known, "urls": urls, "wanted": wanted})
+                direct.append({"name": name, "urls": urls, "wanted": wanted})
                 continue
             for block, one in zip(blocks, wanted, strict=True):
                 data = source.read(block[0], self._place(block), self.shared.files[block[0]].size)
                 text = base64.b64encode(data).decode()
-                self._fetch(peer, [{**known, "data": text, "wanted": [one]}])
+                self._fetch(peer, [{"name": name, "data": text, "wanted": [one]}])
         if direct:
             self._fetch(peer, direct)
 
@@ -340,7 +318,7 @@ class _Model:
         found = peer.call("fetch", sources=sources)
         peer.add(found["has"])
         for name, why in found["failed"].items():
-            source = self._source(name)
+            source = self._sources[name]
             if isinstance(source, Peer):
                 self._give_up(peer, source, why)
             else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.host_link.calls import Answers
-from pipespec.cluster.weights.plan import Block
+from pipespec.cluster.weights.plan import HUB, Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, repository_of
@@ -39,22 +39,20 @@ class WeightHost:
         self._used: dict[Path, int | None] = {}  # the folders of models, which nobody may remove
         self._context: ssl.SSLContext | None = None  # for other hosts
 
-    def describe(self, path: str) -> dict[str, Any] | None:
-        """The "repository" of a checkpoint that this host has whole at `path`, as a folder of this
-        host's, wherever it came from, and of a GGUF file its name as "file"."""
+    def describe(self, path: str) -> Repository | None:
+        """A checkpoint that this host has whole at `path`, as a folder of this host's, wherever it
+        came from."""
         if not folder.is_checkpoint(found := home_expanded(path)):
             return None
         repository = repository_of(found, as_folder=True)
         self._files = _files_here(found, repository)
-        file = None if folder_of_checkpoint(found) == found else found.name
-        return {"repository": repository, "file": file}
+        return repository
 
-    def prepare(self, path: str, repository: Mapping[str, Any], parts: Collection[str]) -> bool:
-        """Find the folder of a model that the launcher has at `path`: in the parts cache, unless
-        another one lacks none of these parts; whether all are here. Others read from that one if it
-        is what the launcher means."""
+    def prepare(self, repository: Mapping[str, Any], parts: Collection[str]) -> bool:
+        """Find the folder of a model: in the parts cache, unless another one lacks none of these
+        parts; whether all are here. Others read from that one if it is what the launcher means."""
         self._shared = shared = from_fields(Repository, repository)
-        found = own_path(Path(path), shared, parts)
+        found = own_path(None, shared, parts)
         if found is None or missing(found, parts):
             return False
         if not found.is_relative_to(folder.parts_cache()):
@@ -88,7 +86,7 @@ class WeightHost:
         """Fetch blocks from all sources at once: which of them it "has" then, and in "failed", by
         name, why sources were given up, as a clause, empty if one sent wrong bytes. Of a source are
         given its "name", the "urls" of its files, or the "data" of one block that the launcher has
-        read, whether it is a "host", and "wanted": file, number and hash, or null, of blocks."""
+        read, and "wanted": file, number and hash, or null, of blocks."""
         asked, blocks = [], []
         with self._fetching():
             for each in sources:
@@ -101,11 +99,12 @@ class WeightHost:
                     read = base64.b64decode(data)
                     source: RangeSource = GivenSource(each["name"], lambda *_, read=read: read)
                 else:
-                    context = self._context if each["host"] else None
+                    context = None if each["name"] == HUB else self._context
                     source = RangeSource(each["name"], each["urls"], context)
                 asked.append((source, wanted))
             failed = {
-                source.name: _why(error) for source, error in fetch(asked, self._moved).items()
+                source.name: "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
+                for source, error in fetch(asked, self._moved).items()
             }
         return {"has": self._here(blocks), "failed": failed}
 
@@ -157,10 +156,6 @@ def _files_here(path: Path, repository: Repository) -> dict[str, PartsFile]:
     """The files of a checkpoint of a folder of its own."""
     paths = (folder_of_checkpoint(path) / name for name in repository.files)
     return {each.name: PartsFile(each) for each in paths if each.is_file()}
-
-
-def _why(error: ModelError) -> str:
-    return "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, open_
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint, is_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS
 from pipespec.engine.checkpoint.parts.sources import COMMIT, GivenSource
-from pipespec.engine.formats.gguf_file import part_names
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
@@ -52,7 +51,8 @@ def on_this_host(
         given = getattr(host, kind)
         if kind == "target" or given is not None or (kind in needed and kind in deployment.shared):
             path = here(info.path, given, kind)
-            own[kind] = info if path == info.path else inspect(str(path))
+            same = path.absolute() == info.path.absolute()
+            own[kind] = info if same else inspect(str(path))
     if own["target"].kind != deployment.target.kind:
         raise ConfigError(
             f"Host {host.name} has another target in {own['target'].path} than the other hosts "
@@ -102,12 +102,13 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
                 if isinstance(each, ModelError):
                     raise each
                 if each is not None:
-                    found[kind] = open_repository(GivenSource(peer.name, peer.read), *each)
+                    source = GivenSource(peer.name, peer.read)
+                    found[kind] = open_repository(source, each, each.gguf)
                     break
     return found
 
 
-def _asked(kind: str, path: str, peer: Peer) -> tuple[Repository, str | None] | ModelError | None:
+def _asked(kind: str, path: str, peer: Peer) -> Repository | ModelError | None:
     """What a host says of its checkpoint; None: it has none; or why it is of no use."""
     try:
         told = peer.call("describe", path=getattr(peer.host, kind) or path)
@@ -116,25 +117,24 @@ def _asked(kind: str, path: str, peer: Peer) -> tuple[Repository, str | None] | 
         return error
 
 
-def described(told: Any, host: str) -> tuple[Repository, str | None]:
-    """What another host says that its checkpoint is, and its GGUF file if it is one: its folder
-    here is never one of the hub, and no file is outside that. Raises ModelError."""
+def described(told: Any, host: str) -> Repository:
+    """What another host says that its checkpoint is: its folder here is never one of the hub, and
+    no file is outside that. Raises ModelError."""
     try:
-        found, file = from_fields(Repository, told["repository"]), told["file"]
+        found = from_fields(Repository, told)
         safe = (
             all(name == os.path.basename(name) and name.strip(".") for name in found.files)
             and all(0 <= each.size < MOST_BYTES for each in found.files.values())
             and RECORDS not in found.files
-            and (file is None or found.files.keys() >= {*part_names(file)})
             and "/" not in found.repo
             and found.path is not None
             and COMMIT.fullmatch(found.commit) is not None
         )
-    except (KeyError, TypeError, Unreadable) as error:
+    except Unreadable as error:
         raise ModelError(
             f"{host}: what it says about its checkpoint is of no use ({type(error).__name__}); "
             "look at pipespec there"
         ) from error
     if not safe:
         raise ModelError(f"{host}: {found.repo!r} is no folder of one checkpoint; look there")
-    return found, file
+    return found

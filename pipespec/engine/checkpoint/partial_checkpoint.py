@@ -58,17 +58,12 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
     return found
 
 
-def layers_here(path: Path, num_layers: int) -> range:
-    """The longest run of layers that a checkpoint holds here. Raises ModelError if there is
-    none."""
-    best = run = range(0)
-    for layer in range(num_layers):
-        if not missing(path, {str(layer)}):
-            run = range(run.start if run.stop == layer else layer, layer + 1)
-            best = max(best, run, key=len)
-    if not best:
+def layers_here(path: Path, num_layers: int) -> list[int]:
+    """The layers that a checkpoint holds here. Raises ModelError if there is none."""
+    found = [layer for layer in range(num_layers) if not missing(path, {str(layer)})]
+    if not found:
         raise ModelError(f"{path} holds no whole layer; copy its files there")
-    return best
+    return found
 
 
 def require_parts(path: Path, parts: Collection[str]) -> None:
@@ -85,15 +80,14 @@ def clause(lacking: Mapping[str, Collection[str]]) -> str:
     return f"lacks {described(parts)} (in {files[0]}{more})"
 
 
-def own_path(path: Path, shared: Repository | None, parts: Collection[str]) -> Path | None:
-    """Where this host has a checkpoint that the launcher has at `path`, and that other hosts call
-    `shared`: a place with these parts, if there is one; None: nowhere."""
-    found: list[Path | None] = [path]
+def own_path(path: Path | None, shared: Repository | None, parts: Collection[str]) -> Path | None:
+    """Where this host has a checkpoint that hosts call `shared`, or where the launcher has one of
+    which it lacks files (`path`): a place with these parts, if there is one; None: nowhere."""
+    found = [path]
     if shared is not None:
-        file = None if folder_of_checkpoint(path) == path else path.name
-        on_hub = shared.repo, shared.commit, file
+        on_hub = shared.repo, shared.commit, shared.gguf
         whole = Path(shared.path) if shared.path else cache.cached_model(*on_hub)
-        found = [whole, cache.begun(shared.folder, file)]
+        found = [whole, cache.begun(shared.folder, shared.gguf)]
     here = [each for each in found if each is not None and cache.is_checkpoint(each)]
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 

@@ -213,9 +213,14 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence() -> N
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as left, open("/dev/full", "w") as disk:
-        for out, code, said in ((left, 128 + signal.SIGPIPE, ""), (disk, 1, full)):
+        table = ["plan", "policy=root", "--tokens", "5"]
+        for out, argv, code, said in (
+            (left, ["status", "--json"], 128 + signal.SIGPIPE, ""),
+            (left, table, 128 + signal.SIGPIPE, ""),
+            (disk, ["status", "--json"], 1, full),
+        ):
             answer = subprocess.run(
-                [*PIPESPEC, "status", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+                [*PIPESPEC, *argv], stdout=out, stderr=subprocess.PIPE, text=True
             )
             assert (answer.returncode, answer.stderr) == (code, said)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
+import psutil
 import pytest
 
 from pipespec.system.end_signals import Terminated, ended_by_signals, raise_swallowed
-
-
-def test_a_signal_unwinds_the_stack() -> None:
-    with pytest.raises(Terminated) as raised, ended_by_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert raised.value.number == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+from tests.helpers.waiting import until
 
 
 def test_a_signal_that_was_swallowed_is_raised_by_what_waits() -> None:
@@ -32,3 +29,42 @@ def test_what_comes_after_a_command_is_not_asked_to_end() -> None:
     with suppress(Terminated), ended_by_signals():
         os.kill(os.getpid(), signal.SIGTERM)
     raise_swallowed()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# A command that has started a process which ignores signals, and waits for its end for ever.
+STUCK = """
+import subprocess, sys, time
+from pipespec.cli import main
+from pipespec.extras.commands import doctor
+
+def run(arguments, rest):
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    child = subprocess.Popen([sys.executable, "-c", ignores + "; time.sleep(600)"],
+        stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+    try:
+        print(child.pid, flush=True)
+        time.sleep(600)
+    finally:
+        {clean_up}
+
+doctor.run = run
+sys.exit(main.main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("clean_up", ["child.wait()", "time.sleep(600)"])
+def test_second_signal_ends_a_command_that_waits_and_what_computes_for_it(clean_up: str) -> None:
+    command = [sys.executable, "-c", STUCK.replace("{clean_up}", clean_up)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.readline()
+        assert said == "ending what was started; Ctrl-C again ends it at once\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT  # 1.5 s on a machine with nothing else
+        assert process.stderr.read() == ""
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

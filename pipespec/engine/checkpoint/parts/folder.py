@@ -63,6 +63,11 @@ class Repository:
         return self.path is None
 
     @property
+    def gguf(self) -> str | None:
+        """The GGUF file that the checkpoint is, of several the first; None: it is a folder."""
+        return next(filter(is_gguf, sorted(self.files)), None)
+
+    @property
     def folder(self) -> Path:
         """In the parts cache here; a commit's is never that of a host's folder. Raises
         ConfigError."""

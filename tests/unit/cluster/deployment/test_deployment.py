@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from pipespec.cluster.deployment.checks import (
     without_ggml,
 )
 from pipespec.cluster.deployment.deployment import Deployment, fit_context
-from pipespec.cluster.redis_setup import kept_model
+from pipespec.cluster.redis_setup import kept_model, own_address
 from pipespec.config.compose import compose
+from pipespec.config.hosts import Host
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
@@ -220,3 +222,25 @@ def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -
     found = deployment.assignment(deployment.without({lost}))
     assert found.workers == ("local/0", "local/1", "local/5")
     assert found.followers == ((), ("local/2",), ("local/6",))
+
+
+# --- the address of this machine towards its hosts ---------------------------------------------
+
+
+def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def source_address(address: str, family: int = socket.AF_UNSPEC) -> str:
+        if family == socket.AF_INET or address == "fd00::3":
+            raise OSError(-9, "Address family for hostname not supported")
+        return "fd00::1"
+
+    monkeypatch.setattr("pipespec.cluster.redis_setup.source_address", source_address)
+    assert own_address([Host("b", "fd00::2")]) == "fd00::1"
+    with pytest.raises(ConfigError, match="no route to fd00::3"):
+        own_address([Host("b", "fd00::3")])
+
+
+def test_ipv4_comes_first_and_a_lone_machine_has_none() -> None:
+    assert own_address([Host("b", "127.0.0.2")]) == "127.0.0.1"
+    assert own_address([]) is None

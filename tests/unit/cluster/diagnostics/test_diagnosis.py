@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
+from pipespec.cluster.diagnostics.diagnosis import (
+    Finding,
+    HostReport,
+    LinkReport,
+    diagnose,
+    required_models,
+)
 from pipespec.cluster.diagnostics.examine_hosts import rounds
-from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import Endpoint, LinkSpeed, Listening, Reachability
 from pipespec.config.hosts import HostsFile, load_hosts
@@ -93,10 +98,6 @@ def only(found: Sequence[Finding]) -> Finding:
     assert len(found) == 1, found
     assert found[0].sentence.endswith(".")
     return found[0]
-
-
-def test_nothing_is_found_where_nothing_is_wrong(hosts_file: HostsFile) -> None:
-    assert diagnose(hosts_file, healthy(), ALL_LINKS) == []
 
 
 def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:

@@ -59,7 +59,6 @@ class Cluster:
             self,  # type: ignore[arg-type]
             moves,
             lambda agent, _: self.begin(agent.host),
-            self.distribute,
         )
         monkeypatch.setattr(host_changes, "measure_joined", self.measure)
         monkeypatch.setattr(host_steps, "SHOW_S", 0.0)

@@ -1,9 +1,11 @@
-"""What a worker that holds a rank does with the cores of its host."""
+"""What a worker that holds a rank does with the cores and GPUs of its host."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from pipespec.cluster.deployment.deployment import ControllerAddress
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.ranks.held_rank import HeldRank
 from pipespec.cluster.ranks.rank_components import measures_steps, scheduler_config, step_times_key
+from pipespec.cluster.ranks.worker import run_rank
 from pipespec.config.compose import compose
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, RankFailed
 from pipespec.system.cores import SHARES_CORES, CoreShares
 
 
@@ -22,8 +25,7 @@ def held(rank: int, *settings: str, stages: int = 1) -> HeldRank:
     config = compose([f"cluster.stages={stages}", "cluster.devices=[cpu]", *settings])
     deployment = decide(config)
     assignment = RankAssignment(deployment.workers, deployment.layers)
-    hosts = dict.fromkeys(deployment.workers, deployment.hosts[0])
-    return HeldRank(deployment, ControllerAddress("", ""), rank, 0, assignment, hosts, None)
+    return HeldRank(deployment, ControllerAddress("", ""), rank, 0, assignment, None)
 
 
 @pytest.fixture
@@ -58,9 +60,13 @@ def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("four_cores")
 def test_ranks_of_other_hosts_take_no_cores() -> None:
     alone = held(0)
-    head, stage = alone.assignment.workers
-    elsewhere = replace(alone.hosts[stage], name="other")
-    apart = replace(alone, hosts={head: alone.hosts[head], stage: elsewhere})
+    (host,) = alone.deployment.hosts
+    hosts = (replace(host, devices=("cpu",)), replace(host, name="other", devices=("cpu",)))
+    apart = replace(
+        alone,
+        deployment=replace(alone.deployment, hosts=hosts),
+        assignment=replace(alone.assignment, workers=("local/0", "other/0")),
+    )
     assert apart.core_shares() == CoreShares(4, 4)
     assert replace(apart, rank=1).core_shares().stage == 4
 
@@ -99,3 +105,50 @@ def test_threads_outside_their_limits_are_refused() -> None:
     for wrong in ("0", "many"):
         with pytest.raises(ConfigError, match=r"cluster\.threads"):
             compose([f"cluster.threads={wrong}"])
+
+
+def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Self-tests launch kernels and capture graphs while it loads."""
+    order: list[Any] = []
+    monkeypatch.setattr("torch.cuda.set_device", order.append)
+
+    class Loading:
+        def of(self, *_: object, **__: object) -> None:
+            order.append("load")
+            raise RankFailed("the device is lost")
+
+        def drop(self) -> None: ...
+
+    held: Any = SimpleNamespace(
+        deployment=SimpleNamespace(devices=("cuda:1", "cuda:0", "cuda:1"), layers=(range(1),) * 3),
+        rank=2,
+        member=0,
+        members=("a",),
+        core_shares=lambda: None,
+        num_models_on=lambda _: 1,
+    )
+    weights: Any = Loading()
+    with pytest.raises(RankFailed):
+        run_rank(held, weights, weights)
+    assert order == ["cuda:1", "load"]
+
+
+def test_the_mid_size_model_counts_where_it_is() -> None:
+    """It is loaded after the draft, and both take their share of the device."""
+    devices = {"a/0": "cuda:0", "a/1": "cuda:1", "b/0": "cuda:0"}
+    deployment: Any = SimpleNamespace(
+        mid=object(), devices=["cuda:0", "cuda:1", "cuda:0"], device_of=devices.__getitem__
+    )
+    assignment: Any = RankAssignment((*devices,), ())
+    rest: Any = None
+
+    def on(rank: int) -> HeldRank:
+        return HeldRank(deployment, rest, rank, 0, assignment, rest)
+
+    assert on(0).num_models_on("cuda:0") == 2
+    assert on(1).num_models_on("cuda:1") == 1
+    assert on(2).num_models_on("cuda:0") == 1  # of another host
+    deployment.mid = None
+    assert on(0).num_models_on("cuda:0") == 1

@@ -27,14 +27,14 @@ def read(file: str, part: Range, size: int) -> bytes:  # noqa: ARG001 - of a sou
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return {"repository": asdict(repository_of(TARGET, as_folder=True)), "file": None}
+    return asdict(repository_of(TARGET, as_folder=True))
 
 
 def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     told: dict[str, Any], tmp_path: Path
 ) -> None:
-    repository, file = described(told, "beta")
-    path = open_repository(GivenSource("beta", read), repository, file)
+    repository = described(told, "beta")
+    path = open_repository(GivenSource("beta", read), repository)
     assert path == repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
@@ -52,19 +52,17 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
         {"path": None},  # a commit of the hub
         *({"files": {name: {"size": 1}}} for name in ("../../x/m.gguf", "/tmp/m", "..", ".parts")),
         {"files": {"m.safetensors": {"size": -1}}},
-        {"file": "../m.gguf"},
     ],
     ids=str,
 )
 def test_a_description_that_leads_out_of_its_folder_is_refused(
     change: dict[str, Any], told: dict[str, Any]
 ) -> None:
-    told["file"] = change.pop("file", None)
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        described(told | {"repository": told["repository"] | change}, "beta")
+        described(told | change, "beta")
 
 
-@pytest.mark.parametrize("told", [None, [], {}, {"file": None, "repository": {"files": 3}}])
+@pytest.mark.parametrize("told", [None, [], {}, {"files": 3}])
 def test_what_is_no_description_is_one_sentence(told: Any) -> None:
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told, "beta")

@@ -173,11 +173,11 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     hosts = [WeightHost(moved.append) for _ in range(2)]
     wanted = ("config.json", 0)
     for each in hosts:
-        assert not each.prepare("/models/nowhere", repository, ["0"])
+        assert not each.prepare(repository, ["0"])
         assert each.offer([wanted]) == []
     data = (whole / "config.json").read_bytes()
     text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
-    source = {"name": "alpha", "host": True, "data": text}
+    source = {"name": "alpha", "data": text}
     for each in hosts:
         assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": {}}
     assert moved == [len(data)]
