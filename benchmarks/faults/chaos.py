@@ -1,7 +1,7 @@
 """Faults while requests are decoded: is every answer still the undisturbed one, token for token?
 
     python -m benchmarks.faults.chaos --in-flight 16 --hosts 2 --stages 3 --tokens 32 \\
-        --faults 300 --json benchmarks/results/chaos_in_flight.json
+        --faults 300 --json benchmarks/results/chaos_delayed.json
     python -m benchmarks.faults.chaos --in-flight 1 --kinds kill,redis --faults 200
 
 A server and its cluster decode so many requests at once, half of which are streams over HTTP. Of

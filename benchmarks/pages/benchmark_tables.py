@@ -279,7 +279,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         ("method", "`{method}`"),
         TBT,
         ("least and most", "{least_ms:.1f} to {most_ms:.1f}"),
-        *(OVER_ROOT, TOKENS, HITS),
+        *(OVER_ROOT, HITS),
     ),
     "methods": sizes_of_trees,
     "proposers": proposers,
@@ -288,5 +288,5 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "accuracy": accuracy,
     "measured": measured,
     "tbt": partial(time_between_tokens, "tbt"),
-    **{name: partial(faults, name) for name in ("chaos_in_flight", "chaos_delayed")},
+    "chaos_delayed": partial(faults, "chaos_delayed"),
 }

@@ -142,4 +142,7 @@ def short() -> str:
 
 
 # Of the README's table.
-LEFT_OUT = ("chat", "links of 10 ms", "40 ms", "8 requests", "DeepSeek V3, 12 × 48 GB in one box")
+LEFT_OUT = (
+    *("chat", "links of 10 ms", "40 ms", "8 requests", "48 GB in one box", "1 Gbit/s, 64"),
+    *("48 GB over 10 Gbit/s, 64", "24 GB over 10 Gbit/s, 64"),
+)

@@ -13,22 +13,12 @@ from tools.docs.markdown import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 # Options that say where a result is written.
 WRITTEN = re.compile(r" --(?:json|plot) \S+")
-OLD_MODULE = re.compile(r"benchmarks\.(\w+) ")
 # Results of an earlier day are said to be of older code: those of this day and later are of at most
 # COMMITS commits ago, which `tests/unit/test_results.py` checks.
 OLDER, COMMITS = "2026-11-30", 200
 # The heading of a table's column, and the format of its cells.
 Column = tuple[str, str]
-# What older results call the modules of today, and what else is to be changed in their commands.
-MODULES = {
-    "chaos": "faults.chaos",
-    "controller": "budgets.controller_hop",
-    "load": "load.throughput",
-    "memory": "budgets.rank_memory",
-    "methods": "pipeline.methods",
-    "startup": "budgets.startup",
-    "tbt": "pipeline.tbt",
-}
+# What older results call the modules of today, and with which options.
 CHANGED = {
     "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
     "drafts.lossy_acceptance": "drafts.counts acceptance",
@@ -57,9 +47,7 @@ def origin(stored: Mapping[str, Any]) -> str:
 
 def command_today(stored: Mapping[str, Any]) -> str:
     """The command that made a result, in the names of today."""
-    command: str = OLD_MODULE.sub(
-        lambda found: f"benchmarks.{MODULES.get(found[1], found[1])} ", stored["command"]
-    )
+    command: str = stored["command"]
     for old, new in CHANGED.items():
         command = command.replace(old, new)
     return command

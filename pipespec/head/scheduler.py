@@ -127,10 +127,14 @@ class Scheduler:
         rounds = 1 if self.stats.mode == ONE_BESIDE else self.config.rounds
         if self._draft_has_no_room or not has_time_for_round(rounds, state):
             return None
-        sequences = self.admission.sequences.values()
-        if self._policy.refills and not self.stats.overlap:
-            # The draft reads prompts while the stages do, and waits for the verdict otherwise.
-            return self._expansion([each for each in sequences if not each.decoding], state)
+        # The draft reads a prompt while the stages do, not before.
+        sequences = [
+            each
+            for each in self.admission.sequences.values()
+            if each.start_sent or each.prompt_left <= 1
+        ]
+        if self._policy.refills and not self.stats.overlap:  # it waits for the verdict otherwise
+            sequences = [each for each in sequences if not each.decoding]
         return self._expansion(sequences, state)
 
     def add_determined(self, work: ProposalBatch) -> ProposalBatch:

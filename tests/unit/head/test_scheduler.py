@@ -19,6 +19,8 @@ from pipespec.core import (
     Request,
     Verdict,
 )
+from pipespec.head.decoding_modes import BESIDE, BETWEEN
+from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
@@ -121,6 +123,19 @@ def test_counts_equal_the_rows_fed_and_tokens_decided(policy: SpeculationPolicy)
     assert (counts["prompt_rows"], counts["tokens"]) == (10, 60)
     assert labelled("hits") == hits
     assert counts["hits/0"] == 60 - sequence.hits
+
+
+@pytest.mark.parametrize("mode", [BESIDE, BETWEEN])
+def test_draft_reads_a_prompt_once_its_first_rows_are_on_their_way(mode: str):
+    on = scheduler(BestFirst(8, 2))
+    on.stats.mode = mode
+    opened(on, length=10)
+    on.begin_step()
+    assert on.next_expansion(0.0) is None, "the stages would wait"
+    on.next_batch(on.plan_batch(0.0))
+    on.end_step(1.0)
+    on.begin_step()
+    assert on.next_expansion(0.0) is not None
 
 
 def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
