@@ -125,7 +125,7 @@ def where_rows_cost() -> str:
             ]
         )
     headings = ("requests", "cells", "over the best fixed policy", "least", "over `root`", "least")
-    return table(headings, lines) + "".join(map(command_of, map(result, names)))
+    return table(headings, lines) + command_of(*map(result, names))
 
 
 def accuracy() -> str:
@@ -142,7 +142,7 @@ def accuracy() -> str:
         for each in result(name)["rows"]
     ]
     headings = ["pair, prompts", *(f"top-{k}" for k in ranks), "mean confidence", "spread"]
-    return table(headings, lines) + "".join(command_of(result(name)) for name in found.values())
+    return table(headings, lines) + command_of(*map(result, found.values()))
 
 
 def faults(name: str) -> str:

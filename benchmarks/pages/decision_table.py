@@ -130,8 +130,7 @@ def simulated() -> Iterator[Line]:
 def long() -> str:
     """All deployments, with where each figure comes from."""
     lines = [line.cells() for part in (real_models, links, simulated) for line in part()]
-    named = map(command_of, map(result, ("peers_real", "links", "deployments")))
-    return table(HEADINGS, lines) + "".join(named)
+    return table(HEADINGS, lines) + command_of(*map(result, ("peers_real", "links", "deployments")))
 
 
 def short() -> str:

@@ -59,9 +59,10 @@ def source(name: str) -> str:
     return f"`{name}.json`: `{WRITTEN.sub('', command_today(stored))}`; {origin(stored)}"
 
 
-def command_of(stored: Mapping[str, Any]) -> str:
-    """The line under a table: where its result was made, and with which command of today."""
-    return f"\n{origin(stored)}: `{command_today(stored)}`\n"
+def command_of(*results: Mapping[str, Any]) -> str:
+    """The lines under a table: where its results were made, and with which commands of today."""
+    lines = [f"{origin(stored)}: `{command_today(stored)}`" for stored in results]
+    return "\n" + ";\n".join(lines) + "\n"
 
 
 def brief(value: float) -> str:
