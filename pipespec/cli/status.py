@@ -177,6 +177,7 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         since = str(timedelta(seconds=int(cluster["up_s"]))) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
+        fault = fault and f"last fault {fault}"
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
         log = f"log: {cluster['log']}" if "log" in cluster else None

@@ -110,7 +110,9 @@ class Membership(RedisClient):
         ]
 
     def note_fault(self, epoch: int, reason: str) -> None:
-        self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
+        """Keep what ended an epoch, with the time of this machine, for those who look later."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._pipe.call("SET", self._keys.fault, f"{at}, epoch {epoch}: {reason}")
 
     def totals(self) -> dict[str, int]:
         return numbers(self._pipe.call("HGETALL", self._keys.totals))

@@ -103,7 +103,7 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
             return here
         raise ModelError(
             f"there is no model folder {hub_id!r} and the hub could not be asked for a model of "
-            f"that name: {error}; give an existing folder, or check the name and the network"
+            f"that name: {error}; or correct the name, or give an existing folder"
         ) from error
     cached = parts_folder.cached_model(hub_id, revision.commit, file)
     return cached or open_repository(source, revision, file)
