@@ -69,29 +69,6 @@ def sizes_of_trees() -> str:
     return table(headings, lines) + command_of(stored)
 
 
-def proposers() -> str:
-    """The table of `pipeline.methods` with every proposer of the demo target."""
-    stored = result("sources")
-    names = {
-        "demo": "the demo draft",
-        "parallel": "the demo draft made parallel (`demo/draft_pard`)",
-        "suffix": "`proposer=suffix`",
-        "hybrid": "`proposer=hybrid` with the demo draft",
-        "parallel_hybrid": "`proposer=hybrid` with the parallel one",
-    }
-    lines = []
-    for proposer, name in names.items():
-        found = [
-            row(stored, policy="best_first", source=proposer, width=width, rounds=rounds)
-            for width in (16, 64)
-            for rounds in (1, 3)
-        ]
-        cells = [f"{each['tokens_per_step']:.3f} ({each['hit_rate']:.2f})" for each in found]
-        lines.append([name, *cells])
-    headings = ["proposer", "width 16, one round", "three rounds", "width 64, one round"]
-    return table([*headings, "three rounds"], lines) + command_of(stored)
-
-
 def many_requests() -> str:
     """`load.throughput`: every method by the number of requests, as multiples of `root`."""
     stored = result("load")
@@ -155,12 +132,25 @@ def faults(name: str) -> str:
         ("worst s", "{worst_s:.2f}"),
     )
     stored = result(name)
-    what = (
-        f"\n{stored['requests_finished']} requests: {stored['texts_differ']} texts differ, "
+    return f"{columns(listed, stored['rows'])}\n{survived(stored)}\n{command_of(stored)}"
+
+
+def survived(stored: Row) -> str:
+    return (
+        f"{stored['requests_finished']} requests: {stored['texts_differ']} texts differ, "
         f"{stored['requests_lost']} lost, {stored['tokens_lost']} tokens lost; left behind: "
-        f"{sum(map(len, stored['left_behind'].values()))}.\n"
+        f"{sum(map(len, stored['left_behind'].values()))}."
     )
-    return columns(listed, stored["rows"]) + what + command_of(stored)
+
+
+def faults_in_short(name: str) -> str:
+    """The same as a sentence, without the kinds."""
+    stored = result(name)
+    every = row(stored, fault="all")
+    return (
+        f"{every['times']} faults, {every['median_s']:.1f} s in the median, "
+        f"{every['worst_s']:.1f} at worst. {survived(stored)}\n" + command_of(stored)
+    )
 
 
 def counted() -> list[tuple[str, str, str, str]]:
@@ -282,11 +272,11 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         *(OVER_ROOT, HITS),
     ),
     "methods": sizes_of_trees,
-    "proposers": proposers,
     "load": many_requests,
     "frontier": where_rows_cost,
     "accuracy": accuracy,
     "measured": measured,
     "tbt": partial(time_between_tokens, "tbt"),
-    "chaos_delayed": partial(faults, "chaos_delayed"),
+    "chaos": partial(faults, "chaos"),
+    "chaos_delayed": partial(faults_in_short, "chaos_delayed"),
 }
