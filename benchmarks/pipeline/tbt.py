@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.common import comparison, experiment, plot, run_options
 from benchmarks.common.comparison import ALL, Case
+from pipespec.extras.emulation.synthetic_proposer import MID_CURVE
 from pipespec.head.proposers.cascade import MID_ROWS
 
 MEANS = ("tbt_ms", "tokens_per_step", "hit_rate", "overruns_per_step")
@@ -83,7 +84,7 @@ def main() -> None:
     parser = experiment.parser(__doc__, plot=True)
     run_options.add_cluster(parser, machine="rtx3090_8")
     run_options.add_draft(parser)
-    parser.add_argument("--mid-curve", default="1:0.81,8:0.99", help="of a synthetic cascade")
+    parser.add_argument("--mid-curve", default=",".join(MID_CURVE), help="of a synthetic cascade")
     run_options.add_prompts(parser, prompts=8, tokens=32)
     run_options.add_methods(parser)
     parser.add_argument("--seeds", type=int, default=0, help="sample with so many, too (0)")

@@ -13,6 +13,8 @@ import pytest
 from benchmarks.pages import figures
 from benchmarks.pages.stored_results import COMMITS, OLDER, RESULTS, command_today
 from benchmarks.papers import page
+from pipespec.cli.main import COMMANDS
+from pipespec.extras.emulation.synthetic_proposer import RECORDED
 
 ROOT = Path(__file__).parents[2]
 STORED = sorted(RESULTS.glob("*.json"))
@@ -44,8 +46,11 @@ def test_result_is_of_a_clean_commit_of_this_history(file: Path) -> None:
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
 def test_command_of_a_result_exists(file: Path) -> None:
     command = command_today(json.loads(file.read_text()))
-    module = re.match(r"python -m (\S+)", command)
-    assert command.startswith("pipespec ") or (module and find_spec(module[1])), command
+    if own := re.match(r"pipespec (\w+)", command):
+        assert own[1] in {each.__name__.rpartition(".")[2] for each in COMMANDS}, command
+    else:
+        module = re.match(r"python -m (\S+)", command)
+        assert module and find_spec(module[1]), command
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/papers.md"])
@@ -64,3 +69,15 @@ def test_every_result_is_cited(file: Path) -> None:
     ]
     named = re.compile(rf"\b{file.stem}\b")
     assert any(named.search(each.read_text()) for each in pages)
+
+
+def test_accuracy_that_plans_assume_is_the_recorded_one() -> None:
+    rows = {
+        each["data_set"]: each
+        for each in json.loads((RESULTS / "curves_real.json").read_text())["rows"]
+    }
+    assert rows.keys() == RECORDED.keys()
+    for name, accuracy in RECORDED.items():
+        assert accuracy.spread == pytest.approx(rows[name]["spread"], abs=0.006)
+        for rank, share in accuracy.curve.items():
+            assert share == pytest.approx(rows[name][f"top_{rank}"], abs=0.0006), (name, rank)

@@ -160,6 +160,7 @@ RECORDED = {
 }
 USUAL = RECORDED["all"]
 USUAL_CURVE = [f"{rank}:{share:g}" for rank, share in USUAL.curve.items()]
+MID_CURVE = ["1:0.93", "8:0.999"]  # assumed: a mid-size model errs half as often
 # From a text on which a draft errs often to one on which it hardly errs.
 RANGE = (RECORDED["self-instruct seed"], USUAL, RECORDED["GSM8K"])
 
@@ -223,7 +224,7 @@ class SyntheticCascadeConfig(SyntheticConfig):
     """Both drafts are synthetic, of one seed: where one goes wrong the other tends to as well."""
 
     mid_curve: list[str] = setting(
-        ["1:0.81", "8:0.99"], "Accuracy of the mid-size model, in the form of proposer.curve."
+        MID_CURVE, "Accuracy of the mid-size model, in the form of proposer.curve."
     )
     mid_rows: int = setting(
         MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS), experimental=True
