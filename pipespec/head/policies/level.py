@@ -80,7 +80,8 @@ class Level(SpeculationPolicy):
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
         # The draft never runs further ahead than one batch.
-        if len(np.unique(tree.position[~tree.fed])) >= self.levels:
+        first = tree.position[~tree.fed].min(initial=2**62)
+        if tree.position[-1] - first >= self.levels - 1:
             return Expansion(NO_NODES)
         deepest = np.flatnonzero((tree.position == tree.position[-1]) & ~tree.expanded)
         limit = self.width if self.cut == BEFORE else None
@@ -91,6 +92,7 @@ class Level(SpeculationPolicy):
         # The survivors of the most probable nodes of a level are the most probable survivors. So
         # the parents of the next level's nodes, the best when it was drafted, have been fed.
         positions = tree.position[unfed]
-        levels = [unfed[positions == each] for each in np.unique(positions)[: self.levels]]
-        chosen = [tree.most_probable(level, self.width) for level in levels]
-        return np.concatenate(chosen) if chosen else NO_NODES
+        levels = positions.min(initial=2**62) + np.arange(self.levels)
+        return np.concatenate(
+            [tree.most_probable(unfed[positions == level], self.width) for level in levels]
+        )
