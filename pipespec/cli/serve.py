@@ -117,14 +117,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.cluster.decide import decide
+    from pipespec.cluster.decide import decide, require_room
     from pipespec.config.compose import compose
 
     config = compose(settings)
     with serving(name), ExitStack() as stack:
-        if config.cluster.hosts is None:  # else hosts would be asked twice
-            checked(decide(config), stays=True)
         listener = stack.enter_context(listening(arguments))
+        if config.cluster.hosts is None:  # else hosts would be asked twice
+            require_room(config)
+            checked(decide(config), stays=True)
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(

@@ -272,10 +272,12 @@ def planned(
     config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.decide import decide
+    from pipespec.cluster.decide import decide, require_room
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices
 
+    if join_options is None or join_options.hosts == 1:
+        require_room(config)
     if join_options is None:
         placement = None
         if measure:

@@ -16,6 +16,7 @@ from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import (
     expanded,
     require_backend,
+    require_fit,
     require_quantizers,
     scaled,
     shared_gpu,
@@ -193,6 +194,7 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))
     require_same_model(deployment)
+    require_fit(deployment)  # last, as it takes longest
 
 
 @contextmanager

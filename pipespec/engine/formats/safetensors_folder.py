@@ -73,7 +73,10 @@ class SafetensorsFolder:
         method: by which the files are quantised; None: they are not.
         packing: how pipespec reads their matrices; None: they are plain, or a package reads them.
         present: the headers of all tensors.
+        least_bytes: see `GgufFiles`; plain weights may be mapped, and a config is read at once.
     """
+
+    least_bytes = 0
 
     def __init__(self, path: Path):
         self.path = path
