@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, finish, list_of, words
@@ -55,7 +54,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         except Unreadable as error:
             raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
-    name = own_name(arguments.name)
+
+    from pipespec.config.entries import host_name
+    from pipespec.config.hosts import own_name
+
+    name = own_name() if arguments.name is None else str(host_name("--name", arguments.name))
 
     from pipespec.cluster.host_link.joined_host import JoinedHost
     from pipespec.cluster.host_link.token import Token
@@ -94,11 +97,3 @@ def devices_of(named: list[str] | None) -> list[str]:
             raise ConfigError(f"--devices holds {device!r}; name each device, as in cuda:0,cuda:1.")
         require_device(device, "--devices holds")
     return found
-
-
-def own_name(wanted: str | None) -> str:
-    from pipespec.config.entries import host_name
-
-    if wanted is None:
-        wanted = socket.gethostname().partition(".")[0] or "host"
-    return str(host_name("--name", wanted))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.client.registry import Entry, entries, entry, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import show, table_of, write
 from pipespec.errors import Unreachable
@@ -96,7 +95,6 @@ def report(found: Entry, now: float) -> dict[str, Any]:
         return state | {"problem": "Its Redis no longer has its data."}
     # Hosts may have joined or left since the entry was written, or been lost.
     num_ranks = cluster.num_ranks if assigned is None else len(assigned.workers)
-    changes = 0 if assigned is None else assigned.changes
     seals = [text.partition("=")[2] for text in cluster.overrides if text.startswith(SEAL)]
     return state | {
         "state": READY if status.joined >= num_ranks else RECOVERING,
@@ -104,9 +102,9 @@ def report(found: Entry, now: float) -> dict[str, Any]:
         "ranks": status.joined,
         "processes": []
         if assigned is None
-        else processes(status, assigned, alive, cluster.host, [AUTO, *seals][-1]),
+        else processes(status, assigned, alive, [AUTO, *seals][-1]),
         "epoch": status.epoch,
-        "faults": status.epoch - cluster.epoch - changes,
+        "faults": sum(status.faults.values()),
         "last_fault": status.last_fault,
         "faults_by_kind": status.faults,
         "open": status.open,
@@ -122,12 +120,10 @@ def processes(
     status: ClusterStatus,
     assigned: RankAssignment,
     alive: Collection[str],
-    here: str,
     seal: str,
 ) -> list[dict[str, Any]]:
     """Every worker, its rank if it has one, and what it does; of several that compute a rank
-    together, the one that leads comes first. `alive` have a lease, `here` is the host that started
-    the cluster, `seal` is `transport.seal`."""
+    together, the one that leads comes first. `alive` have a lease, `seal` is `transport.seal`."""
     from pipespec.controller.cluster_status import labelled
 
     kinds = assigned.links(seal)
@@ -138,8 +134,7 @@ def processes(
 
     def process(worker: str, rank: int | None, pid: int | None, state: str) -> dict[str, Any]:
         host = worker.rpartition("/")[0]
-        name = here if host == LOCAL else host
-        return {"worker": worker, "host": name, "rank": rank, "pid": pid, "state": state}
+        return {"worker": worker, "host": host, "rank": rank, "pid": pid, "state": state}
 
     found = []
     for rank, leader in enumerate(assigned.workers):

@@ -3,6 +3,7 @@ no model and no rank's loop, so that errors come quickly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -110,7 +111,7 @@ def require_room(config: Config) -> None:
         return
     wanted = [config.model.target]
     wanted += [config.model.draft] * config.proposer.needs_draft
-    found = [path for path in map(home_expanded, wanted) if path.exists()]
+    found = [path for path in map(home_expanded, wanted) if os.path.exists(path)]
     least, free = sum(open_files(resolve(path)).least_bytes for path in found), free_bytes("cpu")
     if least > free:
         raise ConfigError(
