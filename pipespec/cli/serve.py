@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.api_server import bind_listener, connection_capacity
+    from pipespec.server.listener import bind_listener, connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
     return bind_listener(arguments.host, arguments.port)

@@ -7,10 +7,11 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.registry import Entry, entries, entry, log_of
+from pipespec.client.registry import Entry, JoinedCluster, entries, entry, joined, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import show, table_of, write
@@ -49,12 +50,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     while True:
         found = entries() if arguments.name is None else [entry(arguments.name)]
         clusters = [report(each, time.time()) for each in found]
+        elsewhere = joined() if arguments.name is None else []
         if arguments.json:
-            write(json.dumps({"clusters": clusters}) + "\n")
+            others = [asdict(each) for each in elsewhere]
+            write(json.dumps({"clusters": clusters, "joined": others}) + "\n")
         else:
             if arguments.watch and sys.stdout.isatty():
                 write("\x1b[H\x1b[2J")  # clear the terminal
-            print_table(clusters)
+            print_table(clusters, elsewhere)
         if not arguments.watch:
             break
         time.sleep(WATCH_S)
@@ -159,12 +162,12 @@ def processes(
     return found + [process(worker, None, None, state) for worker, state in others]
 
 
-def print_table(clusters: Sequence[dict[str, Any]]) -> None:
+def print_table(clusters: Sequence[dict[str, Any]], elsewhere: Sequence[JoinedCluster]) -> None:
     if not clusters:
-        show("No cluster is up.")
+        show(*(map(str, elsewhere) if elsewhere else ["No cluster is up."]))
         return
     table = table_of("", "cluster", *COLUMNS, "up", left=3)
-    notes = []
+    notes = list(map(str, elsewhere))
     for cluster in clusters:
         known = {name: str(cluster.get(name, "-")) for name in COLUMNS}
         if "ranks" in cluster:

@@ -157,7 +157,7 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
         kind, _, part = name.partition("/")
         if part.endswith("_total"):
             value = told[kind, labels({})] / told[part, labels({})]
-        elif kind == "hit-rate":
+        elif kind == "acceptance-rate":
             depth = labels({"depth": part})
             value = told.get(("draft_hits_total", depth), 0) / told["draft_rows_total", depth]
         else:

@@ -63,10 +63,10 @@ def test_commands_are_quick_to_answer(tmp_path: Path, monkeypatch: pytest.Monkey
         assert run_commands(*(argv for argv, _ in COMMANDS)) == [(code, []) for _, code in COMMANDS]
 
 
-def test_taken_port_is_refused_before_torch_is_imported() -> None:
+def test_taken_port_is_refused_before_anything_slow_is_imported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert run_commands(["serve", "--port", port]) == [(2, ["fastapi"])]
+        assert run_commands(["serve", "--port", port]) == [(2, [])]
 
 
 def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:

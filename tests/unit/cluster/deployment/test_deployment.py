@@ -185,7 +185,7 @@ def test_devices_name_those_of_a_stage_one_after_another() -> None:
     deployment = decide(compose([*settings, "cluster.spares=1", "cluster.devices=[cpu]"]))
     assert deployment.workers == (f"{HERE}/0", f"{HERE}/1", f"{HERE}/3")
     assert deployment.spares == (f"{HERE}/5",)
-    found = [deployment.followers_of(f"local/{number}") for number in (0, 1, 3, 5)]
+    found = [deployment.followers_of(f"{HERE}/{number}") for number in (0, 1, 3, 5)]
     assert found == [(), (f"{HERE}/2",), (f"{HERE}/4",), (f"{HERE}/6",)]
     with pytest.raises(
         ConfigError, match=r"or 5 \(the head, then 2 stages, of 1 and 2 devices each\)"
