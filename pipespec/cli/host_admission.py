@@ -82,7 +82,7 @@ class HostAdmission:
                     found[session] = its_figures
         hosts = [(session.host, each) for session, each in found.items()]
         self._with_it = {host.name for host, _ in hosts}
-        return replace(with_hosts(deployment, hosts, problem), changes=0)
+        return with_hosts(deployment, hosts, problem)
 
     def begin(self, cluster: ClusterSession) -> None:
         self._cluster = cluster

@@ -79,6 +79,7 @@ class ClusterSession:
         self._polling = threading.Lock()  # a client polls from its own thread
         self._cluster = cluster
         self._recovery = recovery
+        self._first_epoch = recovery.state.epoch
 
     @property
     def state(self) -> ClusterState:
@@ -173,7 +174,7 @@ class ClusterSession:
 
     def reporters(self) -> tuple[int, bool]:
         state = self.state
-        return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
+        return len(state.assignment.workers), bool(state.faults) or state.epoch > self._first_epoch
 
 
 def check_deployment(deployment: Deployment, *, stays: bool) -> None:

@@ -129,7 +129,7 @@ def why_ended(error: Exception, assignment: RankAssignment, following: Epoch | N
         return str(error)
     if not following.assignment:
         return "the cluster ends"
-    changed = RankAssignment.decode(following.assignment).changes > assignment.changes
+    changed = RankAssignment.decode(following.assignment).joined != assignment.joined
     return "the ranks change their layers" if changed else str(error)
 
 
