@@ -109,10 +109,10 @@ def require_room(config: Config) -> None:
     is to compute. It is known sooner than a deployment can be decided."""
     if config.cluster.hosts is not None or set(host_here(config.cluster).devices) != {"cpu"}:
         return
-    wanted = [config.model.target]
-    wanted += [config.model.draft] * config.proposer.needs_draft
-    found = [path for path in map(home_expanded, wanted) if os.path.exists(path)]
-    least, free = sum(open_files(resolve(path)).least_bytes for path in found), free_bytes("cpu")
+    models = [config.model.target, config.model.draft if config.proposer.needs_draft else None]
+    paths = [home_expanded(model) for model in models if model is not None]
+    least = sum(open_files(resolve(path)).least_bytes for path in paths if os.path.exists(path))
+    free = free_bytes("cpu")
     if least > free:
         raise ConfigError(
             f"The models need more than {least / GIB:.3g} GiB on cpu, but {free / GIB:.3g} GiB "
