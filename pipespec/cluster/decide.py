@@ -105,15 +105,15 @@ def decide(
 
 
 def require_room(config: Config) -> None:
-    """Raise ConfigError if the models are here and too large for this machine, which is all that
-    is to compute. It is known sooner than a deployment can be decided."""
-    if config.cluster.hosts is not None or set(host_here(config.cluster).devices) != {"cpu"}:
+    """Raise ConfigError or ModelError if models that are here cannot be read, or are too large for
+    this machine, which is all that is to compute: what is known before Transformers is asked."""
+    if config.cluster.hosts is not None:
         return
     models = [config.model.target, config.model.draft if config.proposer.needs_draft else None]
     paths = [home_expanded(model) for model in models if model is not None]
-    least = sum(open_files(resolve(path)).least_bytes for path in paths if os.path.exists(path))
-    free = free_bytes("cpu")
-    if least > free:
+    least = sum(open_files(resolve(path)).least_bytes() for path in paths if os.path.exists(path))
+    on_cpu = set(host_here(config.cluster).devices) == {"cpu"}
+    if on_cpu and least > (free := free_bytes("cpu")):
         raise ConfigError(
             f"The models need more than {least / GIB:.3g} GiB on cpu, but {free / GIB:.3g} GiB "
             f"are free; {REMEDIES[WEIGHTS]}."

@@ -166,10 +166,10 @@ class GgufFiles:
             for name, (names, shape, *rest) in self._header.tensors.items()
         }
 
-    @property
     def least_bytes(self) -> int:
         """Bytes of the layers' weights of few bits, which a CPU holds in no fewer; it is known
-        without Transformers. Raises ModelError."""
+        without Transformers. Raises ModelError, also for a tokenizer that is not read."""
+        self.require_tokenizer()
         architecture_of(self.places)
         require_types(self.places)
         if self.places.field("nextn_predict_layers"):  # these layers are not decoded

@@ -75,10 +75,7 @@ class SafetensorsFolder:
         method: by which the files are quantised; None: they are not.
         packing: how pipespec reads their matrices; None: they are plain, or a package reads them.
         present: the headers of all tensors.
-        least_bytes: see `GgufFiles`; plain weights may be mapped, and a config is read at once.
     """
-
-    least_bytes = 0
 
     def __init__(self, path: Path):
         self.path = path
@@ -249,6 +246,12 @@ class SafetensorsFolder:
                 raise self.tokenizer_refused("it states no model")
             if (kind := found["model"].get("type")) not in (None, *TOKENIZER_KINDS):
                 raise self.tokenizer_refused(f"its type {shown(kind)} is not known")
+
+    def least_bytes(self) -> int:
+        """As of `GgufFiles`; plain weights may be mapped."""
+        _ = self.raw  # which refuses an architecture that is not supported
+        self.require_tokenizer()
+        return 0
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):

@@ -197,7 +197,7 @@ def test_files_of_few_bits_that_are_too_large_are_refused_without_reading_their_
     config = compose([f"model.target={path}", "proposer=suffix", "cluster.stages=1"])
     deployment = decide(config)
     held = sum(each.num_bytes for each in deployment.target.storage.kept_layers)
-    least = open_files(path).least_bytes
+    least = open_files(path).least_bytes()
     assert 0 < least <= held <= required_bytes(deployment, 1)[WEIGHTS]
     monkeypatch.setattr("pipespec.engine.formats.gguf.GgufFiles._read", None)
     for free, refused in ((least, False), (least - 1, True)):
