@@ -20,21 +20,22 @@ def plan_expansion(
     policy: SpeculationPolicy,
     budget: Callable[[int], int],
 ) -> ProposalBatch | None:
-    """The round that expands the most probable of the wanted nodes; None: there are none. `budget`
-    is the number of nodes of all by the number of requests."""
+    """The round that expands the most probable of the wanted nodes, urgent ones first; None: there
+    are none. `budget` is the number of nodes of all by the number of requests."""
     found = [
         (sequence, expansion, nodes)
         for sequence, expansion in wanted
         if len(nodes := sequence.drop_past_end(expansion.nodes))
     ]
-    shares = split_expansion([(each.tree, nodes) for each, _, nodes in found], budget(len(found)))
+    offers = [(each.tree, nodes) for each, _, nodes in found]
+    urgent = [expansion.urgent for _, expansion, _ in found]
+    shares = split_expansion(offers, budget(len(found)), urgent)
     parts = tuple(
         _part(sequence, nodes, expansion.limit, policy)
         for (sequence, expansion, _), nodes in zip(found, shares, strict=True)
         if len(nodes)
     )
-    urgent = any(expansion.urgent for _, expansion, _ in found)
-    return ProposalBatch(parts, policy.children, urgent) if parts else None
+    return ProposalBatch(parts, policy.children, any(urgent)) if parts else None
 
 
 def _part(
