@@ -98,7 +98,7 @@ def deployments() -> Iterator[Deployment]:
     for name, words in (("10gbe", "over 10 Gbit/s"), ("1gbe", "over 1 Gbit/s")):
         (links[words],) = compose_sections(["emulate_link"], [f"emulate_link={name}"])
     for ms in FAR:
-        links[f"{ms:g} ms apart"] = EmulatedLink(latency_ms=ms, gbit_per_s=1.0)
+        links[f"over {ms:g} ms one way, 1 Gbit/s"] = EmulatedLink(latency_ms=ms, gbit_per_s=1.0)
     for words, link in links.items():
         yield Deployment(f"70B, 8 × 24 GB {words}", vllm_pipeline(), link, 80, 64)
     mixture = emulated("deepseek_v3_12", 12)
