@@ -338,10 +338,9 @@ def split_expansion(
     nodes = [each for _, each in offers]
     if sum(map(len, nodes)) <= budget:
         return nodes
-    cum = np.concatenate([tree.cum[each] for tree, each in offers])
-    if any(urgent):
-        cum += np.repeat(URGENT * np.array(urgent), [*map(len, nodes)])
-    return _split(nodes, _top_indices(cum, budget))
+    first = urgent or [False] * len(offers)
+    cum = [tree.cum[each] + URGENT * now for (tree, each), now in zip(offers, first, strict=True)]
+    return _split(nodes, _top_indices(np.concatenate(cum), budget))
 
 
 def _top_indices(cum: np.ndarray, count: int) -> np.ndarray:
