@@ -1,7 +1,8 @@
 """The table by which a reader decides: what one could run on a deployment, and how fast that is.
 
-Milliseconds between tokens of a request, the fastest in bold, of each kind of evidence: measured
-on real models or on the demo pair, simulated, or from a paper.
+Milliseconds between tokens of a request, of each kind of evidence: measured on real models or on
+the demo pair, simulated, or from a paper. In bold are the fastest, and what differs by chance from
+it, whose intervals meet.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.pages.stored_results import command_of, result
+from benchmarks.papers.intervals import Interval
+from benchmarks.pipeline.deployments import ASSUMED
 from tools.docs.markdown import table
 
 # SpecPipe, Fig. 11: vLLM's pipeline over eight GPUs, a 70B in bfloat16.
@@ -19,54 +22,61 @@ HEADINGS = (
     "deployment",
     "evidence",
     "llama.cpp, with draft",
-    "vLLM",
+    "vLLM's pipeline",
     "one group, with draft",
     "plain pipeline",
     "best fixed tree",
     "pipespec",
-    "first token: theirs, ours",
+    "first token: llama.cpp's fastest, ours",
 )
 NONE = "–"
 SIMULATED = "simulated"
-FIXED = ("pipeline, static tree", "pipeline, levels")
+OF_A_1B = ", draft as accurate as a 1B (assumed)"
+# Without and with a draft.
+Pair = tuple[Interval | None, Interval | None]
 
 
 @dataclass(frozen=True)
 class Line:
     """A deployment, with milliseconds of each engine or method; None: it was not run there.
-    `rival`, `group`: without and with a draft."""
+    `rival`, `group`: without and with a draft. An interval is of chance, or of repeats."""
 
     deployment: str
     evidence: str
-    rival: tuple[float | None, float | None] = (None, None)
+    rival: Pair = (None, None)
     vllm: str = NONE
-    group: tuple[float | None, float | None] = (None, None)
-    plain: float | None = None
-    fixed: float | None = None
-    ours: float | None = None
-    first: tuple[float, float] | None = None
+    group: Pair = (None, None)
+    plain: Interval | None = None
+    fixed: Interval | None = None
+    ours: Interval | None = None
+    first: tuple[Interval, Interval] | None = None
+    fitted: bool = False  # the plain pipeline's time, to that of the paper
 
     def cells(self) -> list[str]:
         given = (*self.rival, *self.group, self.plain, self.fixed, self.ours)
-        best = min(ms for ms in given if ms is not None)
+        best = min((ms for ms in given if ms is not None), key=lambda ms: ms.value)
 
-        def shown(ms: float | None) -> str:
-            text = NONE if ms is None else f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}"
-            return f"**{text}**" if ms == best else text
+        def shown(ms: Interval | None) -> str:
+            if ms is None:
+                return NONE
+            text = f"{ms.value:.{int(ms.value < 10)}f}"
+            return f"**{text}**" if ms.low <= best.high else text
 
-        def pair(of: tuple[float | None, float | None]) -> str:
+        def pair(of: Pair) -> str:
             return NONE if of == (None, None) else ", ".join(map(shown, of))
 
-        first = NONE if self.first is None else ", ".join(f"{ms / 1000:.2g} s" for ms in self.first)
+        first = ", ".join(f"{ms.value / 1000:.2g} s" for ms in self.first or ()) or NONE
         return [
             *(self.deployment, self.evidence, pair(self.rival), self.vllm, pair(self.group)),
-            *(shown(self.plain), shown(self.fixed), shown(self.ours), first),
+            shown(self.plain) + " (fitted)" * self.fitted,
+            *(shown(self.fixed), shown(self.ours), first),
         ]
 
 
-def _median(rows: Sequence[dict[str, Any]], engine: str, figure: str = "tbt_ms") -> float:
-    (found,) = (row for row in rows if row["engine"] == engine)
-    return float(found[figure]["median"])
+def _measured(rows: Sequence[dict[str, Any]], engine: str, figure: str = "tbt_ms") -> Interval:
+    """The median of the repeats, the least and the greatest."""
+    (found,) = (row[figure] for row in rows if row["engine"] == engine)
+    return Interval(found["median"], found["min"], found["max"])
 
 
 def real_models() -> Iterator[Line]:
@@ -76,15 +86,15 @@ def real_models() -> Iterator[Line]:
         own = [row for row in rows if row["kind"] == kind]
         for stages, over in ((1, ""), (2, " over 2 rpc-servers")):
             ours = f"pipespec best_first, {stages} stage{'s' * (stages > 1)}"
-            plain = ours.replace("best_first", "root")
+            plain, theirs = ours.replace("best_first", "root"), f"llama.cpp{over}"
             where = "one box" if stages == 1 else "two stages on one box"
             yield Line(
                 f"1.5B in 4 bits, {where}, {kind}",
                 "real models",
-                (_median(own, f"llama.cpp{over}"), _median(own, f"llama.cpp with draft{over}")),
-                plain=_median(own, plain),
-                ours=_median(own, ours),
-                first=(_median(own, f"llama.cpp{over}", "ttft_ms"), _median(own, ours, "ttft_ms")),
+                (_measured(own, theirs), _measured(own, f"llama.cpp with draft{over}")),
+                plain=_measured(own, plain),
+                ours=_measured(own, ours),
+                first=(_measured(own, theirs, "ttft_ms"), _measured(own, ours, "ttft_ms")),
             )
 
 
@@ -94,36 +104,40 @@ def links() -> Iterator[Line]:
     for delay in sorted({row["delay_ms"] for row in rows}):
         own = [row for row in rows if row["delay_ms"] == delay]
         drafted = [row["engine"] for row in own if "with draft" in row["engine"]]
-        best = min(drafted, key=lambda engine: _median(own, engine))
+        best = min(drafted, key=lambda engine: _measured(own, engine).value)
         yield Line(
-            f"3.4M, five hosts, links of {delay:g} ms",
+            f"3.4M, five hosts, links of {delay:g} ms one way",
             "demo pair",
-            (_median(own, "llama.cpp"), _median(own, best)),
-            plain=_median(own, "pipespec root"),
-            ours=_median(own, "pipespec"),
-            first=(_median(own, best, "ttft_ms"), _median(own, "pipespec", "ttft_ms")),
+            (_measured(own, "llama.cpp"), _measured(own, best)),
+            plain=_measured(own, "pipespec root"),
+            ours=_measured(own, "pipespec"),
+            first=(_measured(own, best, "ttft_ms"), _measured(own, "pipespec", "ttft_ms")),
         )
 
 
 def simulated() -> Iterator[Line]:
     """GPUs that were not at hand."""
     rows = result("deployments")["rows"]
-    for name, requests in dict.fromkeys((row["deployment"], row["requests"]) for row in rows):
+    keys = ("deployment", "requests", "draft")
+    for name, requests, draft in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        # What has no draft was simulated once.
         of = {
-            row["method"]: row["tbt_ms"]
+            row["method"]: Interval(**row["tbt_ms"])
             for row in rows
             if (row["deployment"], row["requests"]) == (name, requests)
+            and (row["draft"] == draft or row["method"] in ("pipeline", "one group"))
         }
-        fastest = min(of["one group, static tree"], of["one group, best_first"], of["one group"])
         in_box = "70B" in name and "one box" in name and requests == 1
+        more = f", {requests} requests" * (requests > 1) + OF_A_1B * (draft == ASSUMED)
         yield Line(
-            f"{name}, {requests} requests" if requests > 1 else name,
+            name + more,
             SIMULATED,
             vllm=VLLM_PIPELINE if in_box else NONE,
-            group=(of["one group"], fastest),
+            group=(of.get("one group"), of.get("one group, with draft")),
             plain=of["pipeline"],
-            fixed=min(of[each] for each in FIXED),
+            fixed=of["pipeline, fixed"],
             ours=of["pipeline, best_first"],
+            fitted=in_box,
         )
 
 
@@ -142,6 +156,6 @@ def short() -> str:
 
 # Of the README's table.
 LEFT_OUT = (
-    *("chat", "links of 10 ms", "40 ms", "8 requests", "48 GB in one box", "1 Gbit/s, 64"),
-    *("48 GB over 10 Gbit/s, 64", "24 GB over 10 Gbit/s, 64"),
+    *("links of 10 ms", "40 ms", "8 requests", "DeepSeek", "Gbit/s, 64"),
+    *(f"{where}{OF_A_1B}" for where in ("one box", "1 Gbit/s")),
 )

@@ -12,7 +12,7 @@ from tools.docs.markdown import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 # Options that say where a result is written.
-WRITTEN = re.compile(r" --(?:json|plot) \S+")
+WRITTEN = re.compile(r" --(?:json|plot) [^\s`]+")
 # Results of an earlier day are said to be of older code: those of this day and later are of at most
 # COMMITS commits ago, which `tests/unit/test_results.py` checks.
 OLDER, COMMITS = "2026-11-30", 200
@@ -22,7 +22,7 @@ Column = tuple[str, str]
 CHANGED = {
     "pipespec check --gpu": "pipespec doctor --gpu",
     "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
-    "drafts.lossy_acceptance": "drafts.counts acceptance",
+    "drafts.lossy_acceptance --scale 4": "drafts.counts acceptance",
 }
 
 
@@ -54,15 +54,21 @@ def command_today(stored: Mapping[str, Any]) -> str:
     return command
 
 
+def printed(stored: Mapping[str, Any]) -> str:
+    """That command as a page prints it, with the names that it had."""
+    earlier = [old for old in CHANGED if old in stored["command"]]
+    return f"`{command_today(stored)}`" + "".join(f" (then `{old}`)" for old in earlier)
+
+
 def source(name: str) -> str:
     """Where a figure comes from: file, command, hardware, commit and date."""
     stored = result(name)
-    return f"`{name}.json`: `{WRITTEN.sub('', command_today(stored))}`; {origin(stored)}"
+    return f"`{name}.json`: {WRITTEN.sub('', printed(stored))}; {origin(stored)}"
 
 
 def command_of(*results: Mapping[str, Any]) -> str:
     """The lines under a table: where its results were made, and with which commands of today."""
-    lines = [f"{origin(stored)}: `{command_today(stored)}`" for stored in results]
+    lines = [f"{origin(stored)}: {printed(stored)}" for stored in results]
     return "\n" + ";\n".join(lines) + "\n"
 
 

@@ -31,7 +31,8 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class Cell:
-    """What is simulated; see `simulate`. `tokens` are those that count, of all requests."""
+    """What is simulated; see `simulate`. `tokens` are those that count, of all requests;
+    `in_flight`: batches on their way, 0: as many as stages."""
 
     policy: SpeculationPolicy
     machine: Machine
@@ -39,6 +40,7 @@ class Cell:
     rounds: Rounds = AUTO
     tokens: int = TOKENS
     requests: int = 1
+    in_flight: int = 0
 
     @property
     def key(self) -> str:
@@ -63,6 +65,7 @@ class Cell:
             num_tokens=(BATCHES + 1) * size,
             num_requests=self.requests,
             max_rows=MAX_ROWS if self.requests > 1 else 0,
+            in_flight=self.in_flight,
             on_token=arrivals.append,
         )
         return Run.of(

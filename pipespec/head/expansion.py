@@ -23,13 +23,14 @@ def plan_expansion(
     crowded: Sequence[tuple[TreeSequence, Expansion]] = (),
     most_crowded: int = 0,
 ) -> ProposalBatch | None:
-    """The round that expands the most probable of the wanted nodes; None: there are none. `budget`
-    is the number of nodes of all by the number of requests, of which those of crowds are
-    `most_crowded` at most."""
+    """The round that expands the most probable of the wanted nodes, urgent ones first; None: there
+    are none. `budget` is the number of nodes of all by the number of requests, of which those of
+    crowds are `most_crowded` at most."""
     found, beside = _within_text(wanted), _within_text(crowded)
+    urgent = [expansion.urgent for _, expansion, _ in found]
     most = budget(len(found) + len(beside))
     of_crowds = split_expansion(_trees(beside), min(most_crowded, most // 2))
-    shares = split_expansion(_trees(found), most - sum(map(len, of_crowds)))
+    shares = split_expansion(_trees(found), most - sum(map(len, of_crowds)), urgent)
     parts = tuple(
         _part(sequence, nodes, expansion.limit, policy)
         for (sequence, expansion, _), nodes in zip(
@@ -37,8 +38,7 @@ def plan_expansion(
         )
         if len(nodes)
     )
-    urgent = any(expansion.urgent for _, expansion, _ in found)
-    return ProposalBatch(parts, policy.children, urgent) if parts else None
+    return ProposalBatch(parts, policy.children, any(urgent)) if parts else None
 
 
 def _within_text(

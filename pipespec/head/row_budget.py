@@ -24,6 +24,8 @@ ABOUT_AS_FAST = 0.995
 # The share of a step's time by which the contexts of certain rows may exceed the chosen size:
 # contexts grow, and the size is of the last steps.
 CONTEXT_SLACK = 0.05
+# Added to the log-probabilities of nodes that come before all others.
+URGENT = 1e6
 
 
 @dataclass(slots=True)
@@ -328,13 +330,17 @@ def lost_by_waiting(state: PipelineState) -> float:
     return min(math.sqrt(state.requests ** (1 / 3) / state.num_stages), 1.0)
 
 
-def split_expansion(offers: Sequence[tuple[Tree, np.ndarray]], budget: int) -> list[np.ndarray]:
-    """The most probable of the nodes of some trees, `budget` of all at most."""
+def split_expansion(
+    offers: Sequence[tuple[Tree, np.ndarray]], budget: int, urgent: Sequence[bool] = ()
+) -> list[np.ndarray]:
+    """The most probable of the nodes of some trees, `budget` of all at most; those of `urgent`
+    trees before all others."""
     nodes = [each for _, each in offers]
     if sum(map(len, nodes)) <= budget:
         return nodes
-    cum = np.concatenate([tree.cum[each] for tree, each in offers])
-    return _split(nodes, _top_indices(cum, budget))
+    first = urgent or [False] * len(offers)
+    cum = [tree.cum[each] + URGENT * now for (tree, each), now in zip(offers, first, strict=True)]
+    return _split(nodes, _top_indices(np.concatenate(cum), budget))
 
 
 def _top_indices(cum: np.ndarray, count: int) -> np.ndarray:

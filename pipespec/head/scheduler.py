@@ -261,7 +261,10 @@ class Scheduler:
             wanted = worthwhile_refill(plan, self._policy, self.config.rounds)
             if work := plan_expansion(wanted, self._policy, self._budget):
                 return work
-        return self._urgent_expansion(plan) if plan.is_empty else None
+        # While batches of other requests are on their way the stages do not idle: the round is made
+        # beside them, in the next step.
+        idle = plan.is_empty and len(plan.unfed_roots) == len(plan.nodes)
+        return self._urgent_expansion(plan) if idle else None
 
     def next_batch(self, plan: RowPlan) -> Batch:
         """The batch with the rows of a plan, which count as fed from now on."""

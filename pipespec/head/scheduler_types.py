@@ -91,8 +91,8 @@ class ProposalPart:
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """One draft round: `children` children for the nodes of each part. `urgent`: the pipeline idles
-    until it is done."""
+    """One draft round: `children` children for the nodes of each part. `urgent`: a request
+    has no batch until it is done."""
 
     parts: tuple[ProposalPart, ...]
     children: int

@@ -151,7 +151,8 @@ class PipelineState:
 class Expansion:
     """A draft round: expand `nodes` (indices) and keep the best `limit` candidates.
 
-    `urgent`: the pipeline idles until it is done, so it is done whatever time it takes.
+    `urgent`: the request has no batch until it is done. So its nodes come before those of others;
+    and if the whole pipeline would idle, it is done whatever time it takes.
     """
 
     nodes: np.ndarray

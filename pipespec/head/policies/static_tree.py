@@ -28,9 +28,8 @@ class StaticTree(SpeculationPolicy):
     tokens.
 
     While a tree is in the pipeline the draft grows the next ones below the candidates that were
-    not fed: the token that ends the verdict is one
-    of these, if the draft proposed it at all. What is missing when the verdict arrives is drafted
-    while the pipeline idles.
+    not fed: the token that ends the verdict is one of these, if the draft proposed it at all. What
+    is missing when the verdict arrives is drafted first, beside the batches of other requests.
     """
 
     has_fixed_size: ClassVar[bool] = True

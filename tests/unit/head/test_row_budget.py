@@ -120,3 +120,13 @@ def test_draft_round_expands_the_most_probable_nodes_of_all_requests(seed, count
     ]
     least, most = np.concatenate(cum), np.concatenate(left)
     assert not len(least) or not len(most) or least.min() >= most.max()
+
+
+def test_draft_round_expands_the_trees_that_requests_wait_for_first():
+    offers = offers_of(np.random.default_rng(0), 2)
+    first, second = (each.tree for each in offers)
+    nodes = np.arange(1, 6)
+    second.cum[nodes] = first.cum[nodes] - 1
+    few, all_of = split_expansion([(first, nodes), (second, nodes)], 7, [False, True])
+    assert all_of.tolist() == nodes.tolist()
+    assert len(few) == 2

@@ -131,6 +131,22 @@ def test_one_chain_is_classic_speculative_decoding():
     assert 0.97 * 5 / 9 <= ran.tokens_per_step <= 1.03 * 5 / 8
 
 
+def test_trees_of_eight_requests_wait_for_no_draft_round_of_another():
+    """A tree that is not drafted when its request needs it is drafted beside the stages, which
+    compute those of the others: steps stay as long as a stage takes, or the round."""
+    ran = simulate(
+        StaticTree([1] * 8),
+        machine(8, draft_ms=8.0),
+        PUBLISHED,
+        rounds="auto",
+        num_tokens=600,
+        num_requests=8,
+        max_rows=64,
+    )
+    assert ran.ms / ran.steps == pytest.approx(10.0, rel=0.1)
+    assert ran.rounds / ran.steps == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("top_1", [pytest.param(0.5, marks=pytest.mark.long), 0.9])
 def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     """A chain: a token is guessed exactly if it has rank 1."""
