@@ -80,6 +80,12 @@ class Machine:
         spread over the stages with the hops after them; a lone batch is in every stage once."""
         return [in_flight[i * len(in_flight) // self.num_stages] for i in range(self.num_stages)]
 
+    def entering_ms(self, curve: TimeCurve, rows: int, each: int) -> float:
+        """From one batch of so many rows to the next for a stage, which holds `each` batches with
+        the hop after it, one of which it computes."""
+        stage = curve.ms(rows)
+        return max(stage, (stage + self.hop.ms(rows)) / max(each, 1))
+
     def batch_ms(self, in_flight: Sequence[int]) -> float:
         """From one batch to the next, where batches of so many rows are in flight, the newest
         first: one of them, or a multiple of the number of stages. Each stage computes one

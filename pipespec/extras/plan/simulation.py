@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
+from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy, DrawnDraft, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine, TextRecord
 from pipespec.head.policies.policy import SpeculationPolicy, check_rounds
@@ -167,7 +168,7 @@ class SimulatedPipeline:
         self.times = RowTimes()
         for curve in machine.stages:  # as the stages measure them before they begin
             for rows in profiled_sizes(policy.max_rows):
-                self.times.add(rows, curve.ms(rows))
+                self.times.add(rows, self.entering_ms(curve, rows))
         self.scheduler.update_stage_times(self.times.measured())
         self.result = Simulation(np.zeros(self.most_in_flight + 1, np.int64))
 
@@ -213,7 +214,7 @@ class SimulatedPipeline:
         stages = self.machine.computed(rows), self.machine.computed(slots)
         for curve, count, read in zip(self.machine.stages, *stages, strict=True):
             if count:
-                self.times.add(count, curve.ms(count), read)
+                self.times.add(count, self.entering_ms(curve, count), read)
         if self.scheduler.step % LEARNED_EVERY == 0:
             self.scheduler.update_stage_times(self.times.measured())
         while len(self.in_flight) >= len(rows):
@@ -222,6 +223,11 @@ class SimulatedPipeline:
         for request, delay, hit in self.arriving:
             self.on_token(TokenArrival(request, self.now_ms + self.step_ms, delay, hit))
         self.arriving.clear()
+
+    def entering_ms(self, curve: TimeCurve, rows: int) -> float:
+        """What the head measures of a stage, with its link, which a running head learns from whole
+        steps."""
+        return self.machine.entering_ms(curve, rows, self.most_in_flight // self.machine.num_stages)
 
     def batch_ms(self, rows: Sequence[int]) -> float:
         """From one batch to the next, with so many rows in flight, the newest batch first."""
