@@ -43,7 +43,11 @@ PROGRAMS = {
     "server": [
         (imports("pipespec.server.app", "pipespec.server.api_server"), COMPUTES),
         # Until a request has a grammar.
-        (f"{DEMO}ModelInfo.of(demo).grammars()._thread.shutdown()", ["llguidance"]),
+        (
+            f"{imports('pipespec.engine.grammar_probe as probing')}\n{DEMO}served = "
+            "ModelInfo.of(demo)\nprobing.GrammarProbe(served.tokenizer, 9, served.eos)",
+            ["llguidance"],
+        ),
     ],
     "agent": [(imports("pipespec.cluster.processes.agent"), COMPUTES + CONTROLS)],
     "TLS before Redis": [(imports("pipespec.controller.tls_proxy"), COMPUTES + CONTROLS)],
