@@ -108,7 +108,7 @@ def _with_parts(form: MessageForm, role: str) -> MessageForm:
 def _most_shown(render: Render, forms: Sequence[MessageForm], probe: Messages) -> MessageForm:
     def shown(form: MessageForm) -> int:
         try:
-            text = render([form.adapted(message) for message in probe])
+            text = render([form.adapted(message) for message in probe]).lower()
         except Exception:  # noqa: BLE001 - a template may fail in any way
             return 0
         return (ARGUMENT in text) + (MARK in text and WRITTEN_PART not in text)

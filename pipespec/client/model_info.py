@@ -20,7 +20,6 @@ from pipespec.client.chat_template import (
 )
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
-from pipespec.engine.llguidance_backend import Grammars
 from pipespec.errors import ModelError, PromptError
 from pipespec.head.proposers.token_map import token_map
 from pipespec.system.validation import is_whole, reason
@@ -70,10 +69,6 @@ class ModelInfo:
             time_scale=deployment.config.time_scale,
             synthetic=deployment.config.proposer.synthetic,
         )
-
-    def grammars(self) -> Grammars:
-        """What compiles grammars for its tokens, to see that they can be followed."""
-        return Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
 
     def encode(self, prompt: str, *, chat: bool = False, answer: int | None = 1) -> list[int]:
         """The token ids of a prompt, with `chat` in the model's chat template. Raises PromptError,

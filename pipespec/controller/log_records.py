@@ -33,7 +33,7 @@ NO_GRAMMAR = (
 )
 # What one user's requests may occupy, and at most: an answer by itself, each of its tokens (in its
 # stream and in the head's report), and each log-probability.
-MAX_BYTES, ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 18 << 20, 4096, 48, 32
+MAX_BYTES, ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 18 << 20, 4096, 64, 32
 # The id and the fields of an entry of a Redis stream.
 Entry = tuple[str, dict[bytes, bytes]]
 
@@ -152,11 +152,13 @@ def unpack_request(request: int, shared: Shared, own: bytes) -> Request:
 def check_size(requests: Sequence[Request], size: int, context: int) -> None:
     """Raise ConfigError if requests of one user, which share `size` bytes, may occupy more than
     `MAX_BYTES` of the log. `context`: the most tokens of a prompt and its answer."""
+    answers = 0
     for each in requests:
         counts = each.sampling.logprobs, each.sampling.prompt_logprobs
         new, scored = (0 if k is None else TOKEN_BYTES + (k + 1) * LOGPROB_BYTES for k in counts)
         longest = min(each.max_new_tokens, context - len(each.prompt))
-        size += ANSWER_BYTES + longest * (TOKEN_BYTES + new) + len(each.prompt) * scored
+        answers += ANSWER_BYTES + longest * (TOKEN_BYTES + new) + len(each.prompt) * scored
+    size += max(size, answers)  # what they share is there twice while it is written
     if size > MAX_BYTES:
         raise ConfigError(
             f"The request may take {size >> 20} MiB of the cluster's memory for {len(requests)} "

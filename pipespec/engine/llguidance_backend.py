@@ -40,6 +40,8 @@ LIMITS: Mapping[str, Any] = {
 # and how much slower than when it was checked a grammar may be where its text is decided, as an
 # answer that has begun should not end for a slower machine.
 MASK_S, BURST_S, SLACK = 0.002, 0.05, 5
+# And to compile it.
+COMPILE_S = 0.5
 # When a grammar is checked, at most so many tokens are generated: the cost of nested repetitions
 # shows after some dozens.
 PROBED = 64
@@ -48,15 +50,15 @@ KEPT = 16
 # Characters of the library's own message in an error message.
 LONGEST_REASON = 200
 # Messages of the library, and ours.
-_TOO_COMPLEX = "it is too complex to follow: its counts multiply to too many states; lower them"
+TOO_COMPLEX = "it is too complex to follow: its counts multiply to too many states; lower them"
 _TOO_SLOW = (
     f"it is too slow to follow: a token may take {MASK_S * 1e3:g} ms of processor time on average; "
     "shorten its texts and alternatives"
 )
 _KNOWN_REASONS: Mapping[str, str] = {
     "NoExtensionBias": "no text fits it",
-    "too many expressions constructed": _TOO_COMPLEX,
-    "Too many items": _TOO_COMPLEX,
+    "too many expressions constructed": TOO_COMPLEX,
+    "Too many items": TOO_COMPLEX,
     "lookarounds not supported": "look-around and anchors inside a pattern are not supported",
     "oneOf constraints are not supported": "oneOf is not supported; use anyOf",
 }
@@ -172,6 +174,10 @@ class Grammars:
         if installed():
             self._thread.submit(lambda: self._tokens)
 
+    def read_tokens(self) -> None:
+        """Read the vocabulary, unless it was read. Raises GrammarFailed."""
+        assert self._tokens
+
     def close(self) -> None:
         """Cancel compilations that have not begun; no further grammar is compiled or followed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -199,7 +205,12 @@ class Grammars:
     def check(self, grammar: str) -> None:
         """Raise GrammarFailed unless a random text can be generated within a grammar in time, up to
         PROBED tokens."""
+        self.read_tokens()
+        began = thread_time()
         matcher, random = self.compile(grammar), Random(0)
+        if thread_time() - began > COMPILE_S:
+            self._compiled.cache_clear()  # it may be large
+            raise GrammarFailed(TOO_COMPLEX)
         matcher.slack = 1
         for probed in range(PROBED):
             mask = unpack_mask(matcher.allowed(), self._tokens.vocab_size)

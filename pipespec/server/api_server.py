@@ -117,11 +117,12 @@ async def _await_end(
 class _UvicornServer(uvicorn.Server):
     service: OpenAIServing | None = None  # set by `run_api_server` once the cluster is ready
     ended_by: int | None = None  # the last of `END_SIGNALS` that arrived
-    _loop: asyncio.AbstractEventLoop | None = None  # in which open requests are waited for
+    _at_once = False  # whether open requests are not waited for
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         # uvicorn raises the signals again once it has ended; these have had their effect by then.
+        self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self.handle_exit) for number in END_SIGNALS}
         try:
             yield
@@ -134,8 +135,9 @@ class _UvicornServer(uvicorn.Server):
         if first_signal(sig):
             if sig == signal.SIGINT:
                 say_ending(f"ending: {self.waits_for}; Ctrl-C again ends it at once")
-        elif self._loop is not None and self.service is not None:
+        elif self.service is not None:
             # uvicorn would cancel their tasks in the middle, with tracebacks.
+            self._at_once = True  # also if it has not begun to wait
             self._loop.call_soon_threadsafe(self.service.fail_open_requests)
             return
         super().handle_exit(sig, frame)
@@ -152,7 +154,7 @@ class _UvicornServer(uvicorn.Server):
             await super().shutdown(sockets)
             return
         self.service.ending = True
-        timeout, self._loop = self.service.options.shutdown_timeout, asyncio.get_running_loop()
+        timeout = 0.0 if self._at_once else self.service.options.shutdown_timeout
         failing = self._loop.call_later(timeout, self.service.fail_open_requests)
         try:
             await super().shutdown(sockets)

@@ -1,9 +1,9 @@
 """From the body of a request to a `ParsedRequest`: validated fields, token ids, a grammar.
 
 A client decides how long this takes, so it runs in threads of its own (`PreparationPool`), and the
-event loop, which serves every stream, only receives the result. Tokenizers and llguidance release
-the GIL; templates and validators take turns with the loop. Parsing JSON does not, and is bounded by
-`MAX_VALUES`.
+event loop, which serves every stream, only receives the result. Tokenizers release the GIL, and
+grammars are checked in a process; templates and validators take turns with the loop. Parsing JSON
+does not, and is bounded by `MAX_VALUES`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pipespec.client.model_info import PromptTooLong
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.core import SamplingParams
+from pipespec.engine.grammar_probe import GrammarProbe
 from pipespec.errors import ConfigError, PromptError
 from pipespec.sampling.params import check_sampling, check_vocabulary
 from pipespec.server.api_errors import invalid_field
@@ -67,9 +68,9 @@ class RequestParser:
     but for settings of `sampling` and `decode` with which the cluster was started."""
 
     def __init__(self, running: RunningCluster, tool_parser: str | None = None):
-        self._served = running.served
+        self._served = served = running.served
         self._tool_parser = tool_parser
-        self._grammars = running.served.grammars()
+        self._grammars = GrammarProbe(served.tokenizer, served.vocab_size, served.eos)
         self._settings = settings = RequestSettings.on(running, [])
         named = {text.partition("=")[0] for text in running.overrides}
         self._sampling = settings.params(0)

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from pipespec.client.request_settings import GRAMMARS
-from pipespec.engine.llguidance_backend import Grammars, grammar_from_json_schema, installed
+from pipespec.engine.grammar_probe import GrammarProbe
+from pipespec.engine.llguidance_backend import grammar_from_json_schema, installed
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Function, RequestModel, Tool
@@ -91,7 +92,7 @@ class OutputConstraint:
     param: str
     text: Callable[[], str]
 
-    def grammar(self, grammars: Grammars) -> str:
+    def grammar(self, grammars: GrammarProbe) -> str:
         try:
             if not installed():
                 raise GrammarFailed("the server lacks llguidance; install pipespec[grammar] there")

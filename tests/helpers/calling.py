@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
+from pipespec.engine.llguidance_backend import Grammars
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.request_parsing import ParsedRequest
 
@@ -43,7 +44,8 @@ def calling(served: ModelInfo, template: str, *special: str) -> ModelInfo:
 
 def fits(served: ModelInfo, request: ParsedRequest, text: str) -> bool:
     """Whether the grammar of a request lets an answer be this text."""
-    matcher = served.grammars().compile(request.sampling_params[0].grammar)
+    grammars = Grammars(lambda: served.tokenizer, served.vocab_size, served.eos)
+    matcher = grammars.compile(request.sampling_params[0].grammar)
     ids = served.tokenizer.encode(text, add_special_tokens=False)
     taken = matcher.consume(ids)
     allowed = unpack_mask(matcher.allowed(), served.vocab_size)

@@ -242,7 +242,9 @@ def test_a_full_disk_is_known_before_anything_is_fetched(
 
 def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
     (model / "model.safetensors.index.json").unlink()
-    with pytest.raises(ModelError, match=r"org/model holds no model\.safetensors; name a"):
+    with pytest.raises(
+        ModelError, match=r"org/model holds no model\.safetensors\.index\.json; name"
+    ):
         inspect("org/model")
 
 

@@ -15,6 +15,7 @@ import pytest
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.redis_connection import RedisConnection
 from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE
 from pipespec.errors import PipespecError
 from pipespec.server import response_stream
@@ -190,6 +191,18 @@ def test_signal_ends_a_server_whose_cluster_is_loading() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert run_server(LateCluster().watch, script) == (signal.SIGTERM, [])
+
+
+def test_health_says_that_the_log_cannot_be_written(redis: EmbeddedRedis, demo: ModelInfo) -> None:
+    async def story(scene: Scene) -> None:
+        with RedisConnection(redis.url) as pipe:
+            for replicas, status in ((1, 503), (0, 200)):
+                pipe.call("CONFIG", "SET", "min-replicas-to-write", replicas)
+                reply = await scene.http.get("/health")
+                assert reply.status_code == status
+                assert status == 200 or "refuses writes" in reply.json()["error"]["message"]
+
+    play(redis, demo, story)
 
 
 @pytest.mark.parametrize("ready", [False, True])

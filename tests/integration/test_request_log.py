@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -611,6 +613,71 @@ def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
         patched.setattr(log_records, "MAX_BYTES", occupied)
         with pytest.raises(ConfigError, match="may take"):
             enqueuing(keys, [request], 2 * count + 1)
+
+
+# Prompts, answers to each, and the settings of the largest requests that are admitted; their tokens
+# are as many as fit.
+LARGEST: list[tuple[int, int, dict[str, Any]]] = [
+    (8, 128, {"logprobs": 20, "grammar": "g" * 100_000}),
+    (1, 1, {}),
+    (1, 1, {"prompt_logprobs": 20}),
+    (8, 1, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompts", "answers", "asked"), LARGEST)
+def test_largest_request_grows_redis_by_less_than_20_mib(
+    head: Controller,
+    pipe: RedisConnection,
+    namespace: str,
+    prompts: int,
+    answers: int,
+    asked: dict[str, Any],
+) -> None:
+    """At any time, with the longest numbers, and each token by itself."""
+    in_prompts = prompts > answers or "prompt_logprobs" in asked
+
+    def of(tokens: int) -> list[Request]:
+        length, new = (tokens, 1) if in_prompts else (300, tokens)
+        sampling = Asked(1.0, **asked)
+        return [
+            Request(
+                *(0, tuple(range(100_000 + first, 100_000 + first + length)), new),
+                stop=("x" * 256,) * 64,
+                sampling=replace(sampling, seed=2**59 + number),
+            )
+            for first in range(prompts)
+            for number in range(answers)
+        ]
+
+    def fits(tokens: int) -> bool:
+        with suppress(ConfigError):
+            return bool(enqueuing(keys, of(tokens)))
+        return False
+
+    keys, most = RedisKeys(namespace), 2**20
+    most = bisect_left(range(most), True, key=lambda tokens: not fits(tokens)) - 1
+    before = used(pipe)
+    pipe.call(*enqueuing(keys, of(most)))
+    grown = [used(pipe) - before]
+    found = head.next_requests(2 * prompts * answers, wait=True) or []
+    requests = [request for request, _ in found]
+    for request in requests:
+        length, count = len(request.prompt), request.max_new_tokens
+        for at in range(1, length if "prompt_logprobs" in asked else 1):
+            head.add_prompt_logprobs(request.id, PromptLogprobs(at, (LOGPROBS,)))
+        scored = (LOGPROBS,) * ("logprobs" in asked)
+        pieces = [(request.id, Accepted(length + i, (150_000,), scored)) for i in range(count)]
+        for first in range(0, count, 1000):
+            head.accept(pieces[first : first + 1000])
+        head.report(request.id, {"token_ns": [10**18 + at for at in range(count)]})
+    head.tokens(0)  # which waits for Redis
+    grown.append(used(pipe) - before)
+    assert max(grown) < 20 * 2**20 and len(requests) == prompts * answers
+    for request in requests:
+        perform(head, partial(head.finish, request.id, "length"))
+    pipe.call("DEL", *(name(each.id) for each in requests for name in (keys.events, keys.reports)))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is
 from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, fetch_all
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import header_ends, part_names
-from pipespec.engine.formats.safetensors_headers import CONFIG, WEIGHTS, header_length, stored_index
+from pipespec.engine.formats.safetensors_headers import (
+    CONFIG,
+    INDEX,
+    SHARDS,
+    WEIGHTS,
+    header_length,
+    stored_index,
+)
 from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
@@ -162,8 +169,10 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
         files = cache.make_files(found, small).values()
         fetch_all(source, {each: each.absent() for each in files})
         # As Transformers: one file goes before an index.
-        names = [] if WEIGHTS in found.files else {*(stored_index(folder) or {}).values()}
-        weights = _required(found, part_names(file) if file else names or [WEIGHTS])
+        index = {} if WEIGHTS in found.files else stored_index(folder) or {}
+        alone = WEIGHTS in found.files or not any(fnmatch(each, SHARDS) for each in found.files)
+        names = {*index.values()} or {WEIGHTS if alone else INDEX}
+        weights = _required(found, part_names(file) if file else names)
         files = cache.make_files(found, weights).values()
         while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
             fetch_all(source, lacking)

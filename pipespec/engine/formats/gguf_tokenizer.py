@@ -29,13 +29,13 @@ _ENDS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
     *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
-    "<｜end▁of▁sentence｜>",
+    *("<｜end▁of▁sentence｜>", "<|ifm|im_end|>"),
 }
 # By the field that may name another: tokens between files and at their ends, of which one counts.
 _FILE_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
+    "fim_sep": ("<|file_sep|>", "<|plamo:file_separator|>"),
 }
 # Tokens around the text that is to be filled in.
 _FILLS = {

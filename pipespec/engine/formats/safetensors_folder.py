@@ -58,7 +58,7 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    "chat_template*.jinja",
+    "chat_template*.j*",
     "additional_chat_templates/*.jinja",
 )
 # The models of the package `tokenizers`, which guesses where a file names none.
@@ -219,6 +219,9 @@ class SafetensorsFolder:
         found = AutoTokenizer.from_pretrained(
             self.path, local_files_only=True, mistral_format=False
         )
+        template = self.path / "chat_template.json"  # that of a multimodal model's processor
+        if found.chat_template is None and template.is_file():
+            found.chat_template = read_json(template).get("chat_template")
         # By its usual name if there are several.
         files = sorted(self.path.glob("*.model"), key=lambda file: file.name != "tokenizer.model")
         made = any((self.path / name).is_file() for name in MADE_FILES)

@@ -21,6 +21,7 @@ from pipespec.system.validation import Missing, Unreadable, parse_json, reason, 
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+SHARDS = "*-of-*.safetensors"  # which need the index
 CONFIG = "config.json"
 # The safetensors library refuses longer headers.
 _MAX_HEADER = 100_000_000
@@ -51,7 +52,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     shard_of = stored_index(path)
     if shard_of is None:
         if not os.path.isfile(path / WEIGHTS):
-            if shards := sorted(each.name for each in path.glob("*-of-*.safetensors")):
+            if shards := sorted(each.name for each in path.glob(SHARDS)):
                 raise ModelError(
                     f"{path} holds {shards[0]} and no {INDEX}, which names the file of each "
                     "tensor; put it there too"

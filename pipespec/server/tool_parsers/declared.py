@@ -15,17 +15,18 @@ KINDS = (
     (list, "array"),
     (dict, "object"),
 )
-# Names of types in schemas that were made of Python's annotations.
-_PYTHON = {
-    "str": "string",
+# Names that schemas have for types, in small letters: those of Python, and of databases.
+_OTHER_NAMES = {
+    **dict.fromkeys(("str", "text", "char", "varchar"), "string"),
     "int": "integer",
     "float": "number",
     "bool": "boolean",
     "dict": "object",
+    **dict.fromkeys(("list", "tuple"), "array"),
 }
-_PYTHON |= {"list": "array", "tuple": "array"}
 MAX_VALUE = 2**16  # characters of a value in Python; a longer one is text
 MAX_SCHEMAS = 1000  # that are looked at for one value
+MAX_DIGITS = 9  # of a place in a list
 COMBINING = ("allOf", "anyOf", "oneOf")  # keywords with lists of schemas
 
 
@@ -67,7 +68,8 @@ class Declared:
                 if "type" in part and not values:
                     types = _listed(part, "type") or [part["type"]]
                     types += ["null"] if part.get("nullable") is True else []
-                    kinds |= {_PYTHON.get(str(each), str(each)) for each in types}
+                    names = [str(each).lower() for each in types]
+                    kinds |= {_OTHER_NAMES.get(name, name) for name in names}
         return kinds, listed
 
     def _parts(self, schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -83,12 +85,17 @@ class Declared:
 
     def _referred(self, reference: Any) -> Any:
         """The part of the parameters to which a reference points; None: to none."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        own = str(self._parameters.get("$id", "")).removesuffix("#")
+        if not isinstance(reference, str) or reference.partition("#")[0] not in ("", own):
             return None
         found: Any = self._parameters
-        for step in unquote(reference[1:]).split("/")[1:]:
+        for step in unquote(reference.partition("#")[2]).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
+            if isinstance(found, list):
+                at = int(name) if name.isdecimal() and len(name) < MAX_DIGITS else len(found)
+                found = found[at] if at < len(found) else None
+            else:
+                found = found.get(name) if isinstance(found, Mapping) else None
         return found
 
 

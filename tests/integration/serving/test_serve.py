@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -316,6 +318,21 @@ def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
         server.process.terminate()
         assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
         assert server.process.wait(PATIENCE_S) == 0
+
+
+def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place: Sandbox) -> None:
+    with serving(place, "--on", NAME) as ending:
+        client, said = ending.openai(), ending.process.stderr
+        stream = iter(client.completions.create(prompt="a", model=MODEL, stream=True, **LONG))
+        next(stream)
+        ending.process.send_signal(signal.SIGINT)
+        line = re.escape("ending: open requests: 1, answered for 30 s at most; Ctrl-C again ends")
+        assert re.match(line, said.readline())
+        ending.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="The server is shutting down"):
+            list(stream)
+        assert ending.process.wait(10) == 0  # 0.7 s on a machine with nothing else
+        assert said.read() == ""
 
 
 @pytest.mark.long

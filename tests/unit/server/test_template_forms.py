@@ -57,6 +57,10 @@ TOOLS = (
     "{% for call in message.tool_calls or [] %}{{ '' + call.function.arguments }}{% endfor %}"
     "{% endfor %}{{ tools or '' }}{# <tool_call> #}"
 )
+CAPITALS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% for part in message.content %}{{ part.text | upper }}{% endfor %}{% endfor %}"
+)
 TEXTS = (
     "{% for message in messages %}<{{ message.role }}>"
     "{% if message.content is string %}{{ message.content | trim }}{% else %}LIST{% endif %}"
@@ -105,6 +109,7 @@ def test_template_that_expects_parts_gets_parts(demo: ModelInfo, path: str, cont
             "User: Hi|Assistant: Hello.|User: Howare you?|Assistant:",
         ),
         (MIXED, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>Howare you?"),
+        (CAPITALS, ASKED, "<system>BE KIND.<user>HI<assistant>HELLO.<user>HOWARE YOU?"),
         (TEXTS, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>How\nare you?"),
         (TOOLS, CALLED, '<user>Hi<assistant>{"a": 1}<tool>Seen.'),
         (TOOLS, [*CALLED[:2], CALLED[2] | {"content": parts(" a ", "b")}], "<tool>ab"),
@@ -253,6 +258,16 @@ def test_gguf_file_may_have_a_template_for_tools(name: str) -> None:
     assert load_tokenizer(fields.get)[1] == DEFAULT
     fields["tokenizer.chat_template.tool_use"] = FOR_TOOLS
     assert load_tokenizer(fields.get)[1] == {"default": DEFAULT, "tool_use": FOR_TOOLS}
+
+
+def test_template_of_a_processor_serves_where_the_tokenizer_has_none(
+    demo: ModelInfo, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(resource_dir("demo") / "target", tmp_path / "target"))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
+    assert tokenizer.load(folder).chat_template == demo.tokenizer.chat_template != LLAVA
+    (folder / "chat_template.jinja").unlink()
+    assert tokenizer.load(folder).chat_template == LLAVA
 
 
 def test_without_a_default_tools_are_needed(demo: ModelInfo) -> None:

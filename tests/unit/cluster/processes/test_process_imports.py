@@ -24,6 +24,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.cluster.ranks.worker import rank_grammars
 from pipespec.config.compose import compose
+from pipespec.engine.grammar_probe import GrammarProbe
 demo = decide(compose([]))
 """
 
@@ -43,7 +44,7 @@ PROGRAMS = {
     "server": [
         (imports("pipespec.server.app", "pipespec.server.api_server"), COMPUTES),
         # Until a request has a grammar.
-        (f"{DEMO}ModelInfo.of(demo).grammars()._thread.shutdown()", ["llguidance"]),
+        (f"{DEMO}of = ModelInfo.of(demo)\nGrammarProbe(of.tokenizer, 9, of.eos)", ["llguidance"]),
     ],
     "agent": [(imports("pipespec.cluster.processes.agent"), COMPUTES + CONTROLS)],
     "TLS before Redis": [(imports("pipespec.controller.tls_proxy"), COMPUTES + CONTROLS)],

@@ -161,6 +161,7 @@ HARMONY = ["<|return|>", "<|call|>", "<|end|>", "<|start|>"]
         (["</s>", "<turn|>"], {}, ["</s>", "<turn|>"]),
         (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_middle|>"], {}, None),
         (["<fim_prefix>", "<fim_suffix>", "<reponame>"], {}, ["<reponame>"]),
+        (["<|ifm|im_end|>", "<|plamo:file_separator|>", "<|plamo:eos|>"], {}, None),
     ],
 )
 @pytest.mark.parametrize("kind", [1, 3])

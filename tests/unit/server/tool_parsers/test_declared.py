@@ -32,6 +32,9 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     ({"$ref": "#/$defs/again"}, {"1": "1"}),
     ({"$ref": "#/properties/b/items"}, {"1": "1"}),
     ({"anyOf": [{"$ref": "#/$defs/size"}, NULL]}, {"1": "1", "null": None}),
+    ({"$ref": "#/properties/c/anyOf/1"}, {"1": "1"}),
+    ({"$ref": "https://example.org/f#/$defs/size"}, {"1": "1"}),
+    *(({"$ref": f"#/properties/c/anyOf/{at}"}, {"1": 1}) for at in ("2", "-1", "9" * 5000, "x")),
     ({"$ref": "#/$defs/none"}, {"1": 1, "a": "a"}),
     ({"$ref": "#/$defs/loop"}, {"1": 1, "a": "a"}),
     ({"$ref": "https://example.org/size"}, {"1": 1}),
@@ -42,7 +45,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     ({"const": 1}, {"1": 1}),
     ({"type": "boolean"}, {"true": True, "True": True, " False\n": False, "yes": "yes"}),
     ({"type": "integer"}, {"5": 5, "5.0": 5.0, "a": "a", "+5": 5}),
-    ({"type": "str"}, {"5": "5"}),
+    *(({"type": name}, {"5": "5"}) for name in ("str", "STRING", "String", "text", "varchar")),
+    ({"type": "INTEGER"}, {"5": 5, "a": "a"}),
     ({"type": "dict"}, {"{'a': 1}": {"a": 1}}),
     ({"type": "number"}, {"5": 5, "-2.5e3": -2500.0, "NaN": "NaN"}),
     (NUMBERS, {"5": 5, "True": True, "None": "None"}),
@@ -54,7 +58,8 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (True, {"5": 5, "True": "True"}),
     ({"description": "Anything."}, {"5": 5, "a": "a"}),
 ]
-DEFINED = {
+DEFINED: dict[str, Any] = {
+    "$id": "https://example.org/f",
     "$defs": {
         "size": {"enum": ["1", "2"]},
         "again": {"$ref": "#/$defs/size"},
@@ -66,7 +71,8 @@ DEFINED = {
 @pytest.mark.parametrize("family", WRITTEN)
 @pytest.mark.parametrize(("schema", "means"), CASES, ids=str)
 def test_argument_has_the_declared_type(family: str, schema: Any, means: dict[str, Any]) -> None:
-    parameters = DEFINED | {"properties": {"a": schema, "b": {"items": TEXT}}}
+    others = {"b": {"items": TEXT}, "c": {"anyOf": [NULL, TEXT]}}
+    parameters = DEFINED | {"properties": {"a": schema} | others}
     for text, value in means.items():
         parser = FAMILIES[family]({"f": Declared(parameters)})
         pieces = parser.push(WRITTEN[family].replace("VALUE", text)) + parser.finish()
