@@ -33,7 +33,7 @@ def decide(
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is not None and ask_hosts:
-        from pipespec.cluster.weights.locations import find_on_hosts
+        from pipespec.cluster.weights.distribution import find_on_hosts
 
         elsewhere = find_on_hosts(config, hosts_file)
 

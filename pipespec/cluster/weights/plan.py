@@ -52,6 +52,8 @@ def parts_asked(
 ) -> set[str] | None:
     """What a host is asked about of a model that hosts can get from one another or the hub; None:
     it is not asked."""
+    if host.by_hand:
+        return None
     if (given := getattr(host, kind)) is not None:  # the model is there, and may be sent
         return set() if given == shared.path else None
     needs = parts_needed(deployment, host)
@@ -64,10 +66,10 @@ def plan_round(
     lacks: Mapping[str, Collection[Block]],
     holders: Mapping[str, Collection[Block]],
     *,
-    on_hub: bool,
+    on_hub: Collection[str],
 ) -> Mapping[str, Transfers]:
-    """What each host gets of a model in the next round. `on_hub`: the hub has every block. Raises
-    ModelError if no host has one, and the hub cannot be asked for it."""
+    """What each host gets of a model in the next round. `on_hub`: the hosts that can read all of it
+    from the hub. Raises ModelError if no host has a block, and none can read it there."""
     having, needing = _hosts_of(holders), _hosts_of(lacks)
     sent, got = Counter[str](), Counter[str]()
     found: defaultdict[str, defaultdict[str, list[Block]]]
@@ -80,12 +82,13 @@ def plan_round(
 
     for (_, has, needs, file, _), blocks in groupby(sorted(needing, key=alike), alike):
         run = list(blocks)
-        if not has and not on_hub:
+        able = needs if has else [each for each in needs if each in on_hub]
+        if not able:
             raise ModelError(
                 f"{needs[0]} needs bytes of {file} that no host has; copy it to one of them"
             )
         sources = has or [HUB]
-        for to in sorted(needs, key=got.__getitem__)[: len(sources)]:
+        for to in sorted(able, key=got.__getitem__)[: len(sources)]:
             source = min(sources, key=sent.__getitem__)
             found[to][source] += run
             sent[source] += len(run)

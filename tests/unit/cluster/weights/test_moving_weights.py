@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from pipespec.cluster.weights.distribution import Peer as FarPeer
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost
 from pipespec.cluster.weights.plan import parts_needed
+from pipespec.cluster.weights.server import url_of
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
 from pipespec.controller.certificate import Certificate
@@ -130,7 +129,6 @@ def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
     monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
     made = Certificate.make()
     listening = WeightHost(lambda count: None).listen("beta.internal", None, made.cert, made.key)
-    assert listening is not None
     assert listening.startswith("https://127.0.0.1:")
 
 
@@ -170,28 +168,27 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     whole = resource_dir("demo") / "target"
     repository = asdict(replace(repository_of(whole, as_folder=True), path="/models/nowhere"))
     moved: list[int] = []
-    hosts = [WeightHost(moved.append) for _ in range(2)]
+    alpha, *hosts = (WeightHost(moved.append) for _ in range(3))
+    assert alpha.describe(str(whole)) is not None
+    made = Certificate.make()
+    url = alpha.listen("127.0.0.1", None, made.cert, made.key)
     wanted = ("config.json", 0)
+    source = {"name": "alpha", "urls": {wanted[0]: url_of(url, wanted[0])}, "wanted": [wanted]}
+    source |= {"certificate": (made.cert, made.key)}
     for each in hosts:
         assert not each.prepare(repository, ["0"])
-        assert each.offer([wanted]) == []
-    data = (whole / "config.json").read_bytes()
-    text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
-    source = {"name": "alpha", "data": text}
+        assert each.offer([wanted], [wanted]) == []
+    assert not [entry for entry in entries() if entry.whole_bytes]  # it is not finished
     for each in hosts:
-        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": {}}
-    assert moved == [len(data)]
-    # Between two calls nobody holds the lock; what was noted as here must stay.
-    for entry in entries():
-        with pytest.raises(ModelError, match=r"^a distribution uses .*; wait until it has ended$"):
-            remove(entry)
-    wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
-    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": {"alpha": ""}}
-    for used in (used for each in hosts for used in each._used.values()):
-        os.close(used)
-    for entry in entries():
-        remove(entry)
-    assert not [*entries()]
+        assert each.fetch([source]) == {}
+        assert each.offer([wanted], [wanted]) == [wanted]
+    assert moved == [(whole / wanted[0]).stat().st_size]
+    (entry,) = entries()
+    assert entry.whole_bytes
+    remove(entry)  # a distribution notices what is not here any more
+    assert hosts[0].offer([wanted], [wanted]) == []
+    (entry,) = entries()
+    assert not entry.whole_bytes
 
 
 # --- epochs that wait for their weights -------------------------------------------------------
