@@ -13,7 +13,8 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
@@ -27,7 +28,6 @@ from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
 from pipespec.cluster.weights.server import tls_context, url_of
 from pipespec.config.hosts import LOCAL, Host, HostsFile
-from pipespec.config.schema import Config
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, open_repository
@@ -47,10 +47,8 @@ OVER_S = 0.1  # between looks whether the cluster is over
 MOST_BYTES = 2**50  # of a file that another host describes
 # Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
-# Called with a sentence on a host that waits, or whose disk has changed.
-OnWarning = Callable[[str], None]
 LAUNCHER_NAME = "the launcher"
-# Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
+# Gives the hosts of a deployment the weights that they lack.
 Distribute = Callable[..., object]
 
 
@@ -59,18 +57,13 @@ class Peer(Conversation):
     `parts`, and needs, has and lacks blocks; of all it has got `moved` bytes. It can read from the
     hub, or not, and others read from it at its `url`, once it listens. Raises HostFailed."""
 
-    def __init__(
-        self,
-        host: Host,
-        on_progress: OnProgress = lambda *_: None,
-        on_warning: OnWarning = lambda _: None,
-    ) -> None:
+    def __init__(self, host: Host, on_progress: OnProgress = lambda *_: None) -> None:
         super().__init__(host, MODULE, ENDING_S)
         self.name, self.parts = host.name, set[str]()
         self.needs, self.has, self.lacks = set[Block](), set[Block](), set[Block]()
         self.url, self.reads_hub = "", True
         self.moved = self.wanted = 0
-        self._on_progress, self._on_warning = on_progress, on_warning
+        self._on_progress = on_progress
 
     def refusal(self, sentence: str) -> ModelError:
         return ModelError(sentence if self.host.shares_caches else f"{self.name}: {sentence}")
@@ -78,7 +71,7 @@ class Peer(Conversation):
     def noted(self, **said: Any) -> None:
         """It warns, or has got so many bytes more."""
         if "warning" in said:
-            self._on_warning(f"{self.name}: {said['warning']}")
+            log.warning("%s: %s", self.name, said["warning"])
         elif "moved" in said:
             self.moved += said["moved"]
             self._on_progress(self.name, self.moved, self.wanted)
@@ -99,7 +92,7 @@ def at_once(
 ) -> list[T]:
     """What a task returns for each host. Raises what the first one raised, also a signal, or
     RankFailed if the cluster is `over`, and then ends what all hosts do."""
-    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+    with ThreadPoolExecutor(len(peers)) as pool:
         futures = [pool.submit(task, peer) for peer in peers]
         try:
             while True:
@@ -119,7 +112,6 @@ def at_once(
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
-    on_warning: OnWarning = lambda sentence: None,
     over: threading.Event | None = None,
 ) -> Deployment:
     """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
@@ -144,7 +136,7 @@ def distribute_weights(
                 continue
             for name, (host, parts) in asked.items():
                 if name not in peers:
-                    peers[name] = stack.enter_context(Peer(host, on_progress, on_warning))
+                    peers[name] = stack.enter_context(Peer(host, on_progress))
                 peers[name].parts = parts
             model = _Model(path, shared, [peers[name] for name in asked], certificate, over)
             model.distribute()
@@ -193,13 +185,12 @@ class WeightMoves:
         raise WeightsPending
 
     def _move(self, deployment: Deployment) -> None:
-        warn = partial(log.warning, "weights of the new layout: %s")
         try:
-            self.distribute(deployment, on_warning=warn)
+            self.distribute(deployment)
         except RankFailed:  # the cluster ends
             pass
         except PipespecError as error:
-            warn(str(error))
+            log.warning("weights of the new layout: %s", error)
 
 
 @dataclass
@@ -242,18 +233,18 @@ class _Model:
             known, failed = found, self._round(plan)
 
     def _prepare(self, peer: Peer) -> bool:
-        """Have a host find the folder of the model; whether it has all that it needs."""
+        """Have a host find the folder of the model; whether it has all that it needs: small files,
+        headers, and the tensors of its parts."""
         known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
-        whole = peer.call("prepare", **known)
-        peer.needs = set() if whole else {*self._blocks(peer)}
-        return bool(whole)
-
-    def _blocks(self, peer: Peer) -> Iterator[Block]:
-        """Those with small files, headers, and the tensors that a host needs."""
-        needed = blocks_needed(self.path, peer.parts)
-        for name, file in self.shared.files.items():
-            for number in needed.get(name, blocks_of([(0, file.size)])):
-                yield name, number
+        whole: bool = peer.call("prepare", **known)
+        needed = {} if whole else blocks_needed(self.path, peer.parts)
+        files = {} if whole else self.shared.files
+        peer.needs = {
+            (name, number)
+            for name, file in files.items()
+            for number in needed.get(name, blocks_of([(0, file.size)]))
+        }
+        return whole
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
@@ -268,32 +259,29 @@ class _Model:
     def _round(self, plan: Mapping[str, Transfers]) -> list[Mapping[str, str]]:
         """Have the hosts get what is planned; of each, why sources have failed, by name."""
         senders = {name for transfers in plan.values() for name in transfers}
-        certificate = self.certificate() if senders - {HUB} else None
-        opened = self.at_once(partial(self._opened, plan=plan, certificate=certificate))
-        sources = {each["name"]: each for found in opened for each in found}
+        from_hub = {file for each in plan.values() for file, _ in each.get(HUB, ())}
+        certificate = self.certificate()
+
+        def opened(peer: Peer) -> dict[str, dict[str, Any]]:
+            """How to read from a host; the launcher's also says how from the hub."""
+            found: dict[str, dict[str, Any]] = {}
+            if peer.name in senders:
+                urls = peer.listen(certificate, self.shared.files)
+                found[peer.name] = {"urls": urls, "certificate": astuple(certificate)}
+            if from_hub and peer is self.peers[0]:
+                of = {"repo": self.shared.repo, "commit": self.shared.commit}
+                urls = peer.call("locate", **of, files=sorted(from_hub))
+                found[HUB] = {"urls": urls, "certificate": None}
+            return found
 
         def get(peer: Peer) -> Mapping[str, str]:
             own = plan.get(peer.name, {}).items()
-            asked = [{**sources[name], "wanted": blocks} for name, blocks in own]
-            found: Mapping[str, str] = peer.call("fetch", sources=asked)
-            return found
+            asked = {name: {**sources[name], "wanted": blocks} for name, blocks in own}
+            failed: Mapping[str, str] = peer.call("fetch", sources=asked)
+            return failed
 
+        sources = ChainMap(*self.at_once(opened))
         return self.at_once(get)
-
-    def _opened(
-        self, peer: Peer, plan: Mapping[str, Transfers], certificate: Certificate | None
-    ) -> list[dict[str, Any]]:
-        """What a host is in a round as a source; the launcher's also says where the hub is."""
-        found = list[dict[str, Any]]()
-        if certificate is not None and any(peer.name in each for each in plan.values()):
-            urls, key = peer.listen(certificate, self.shared.files), astuple(certificate)
-            found.append({"name": peer.name, "urls": urls, "certificate": key})
-        from_hub = {file for each in plan.values() for file, _ in each.get(HUB, ())}
-        if peer is self.peers[0] and from_hub:
-            of = {"repo": self.shared.repo, "commit": self.shared.commit}
-            urls = peer.call("locate", **of, files=sorted(from_hub))
-            found.append({"name": HUB, "urls": urls, "certificate": None})
-        return found
 
     def _give_up(self, peer: Peer, name: str, why: str, blocks: Sequence[Block]) -> None:
         """A host cannot read these blocks from a source. Raises ModelError, HostFailed, unless the
@@ -307,20 +295,15 @@ class _Model:
         raise next(filter(None, ended), peer.refusal(why))
 
 
-def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
+def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, Path]:
     """Checkpoints without their tensors, in the parts cache here, of the models that another host
-    has whole at the path that the settings or its entry name, by their names in `model.`. Models
-    that are here or on the hub, or that no host has, are left out. Raises HostFailed if a host
-    cannot be asked; ModelError if it cannot be read, or no host has all files of one."""
-    needed = {
-        "target": config.model.target,
-        "draft": config.model.draft if config.proposer.needs_draft else None,
-        "mid": config.model.mid if config.proposer.needs_mid else None,
-    }
+    has whole at the path that the settings (`named`) or its entry name, by their names in `model.`.
+    Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
+    host cannot be asked; ModelError if it cannot be read, or no host has all files of one."""
     absent = {
         kind: path
-        for kind, path in needed.items()
-        if path and not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
+        for kind, path in named.items()
+        if not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
     }
     others = [host for host in hosts_file.hosts if not (host.by_hand or host.shares_caches)]
     if not absent or not others:

@@ -21,7 +21,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, rep
 from pipespec.engine.checkpoint.parts import folder
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
-from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, fetch
+from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, Wanted, fetch
 from pipespec.errors import ModelError
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
@@ -88,24 +88,23 @@ class WeightHost:
         """The URLs of files of the hub, which hosts without its token can read too."""
         return HubSource(repo, commit).urls(files)
 
-    def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Fetch blocks from all sources at once; by name, why some of these were given up. Of a
-        source are given its "name", the "urls" of its files, the blocks that are "wanted", and the
+    def fetch(self, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
+        source are given the "urls" of its files, the blocks that are "wanted", and the
         "certificate" and key of this run if it is another host."""
-        asked = {}
+        asked = dict[RangeSource, Wanted]()
         with self._fetching():
-            for each in sources:
+            for name, of in sources.items():
                 context, wanted = None, defaultdict[PartsFile, list[int]](list)
-                if each["certificate"] is not None:
-                    certificate = Certificate(*each["certificate"])
+                if of["certificate"] is not None:
+                    certificate = Certificate(*of["certificate"])
                     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-                for name, number in each["wanted"]:
-                    if not self._has((name, number)):
-                        wanted[self._files[name]].append(number)
-                asked[RangeSource(each["name"], each["urls"], context)] = wanted
+                for file, number in of["wanted"]:
+                    if not self._has((file, number)):
+                        wanted[self._files[file]].append(number)
+                asked[RangeSource(name, of["urls"], context)] = wanted
             failed = fetch(asked, self._moved)
-        named = zip(sources, asked, strict=True)
-        return {each["name"]: str(failed[source]) for each, source in named if source in failed}
+        return {source.host: str(error) for source, error in failed.items()}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:

@@ -24,12 +24,13 @@ from urllib.parse import quote, urlsplit
 from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
 from pipespec.errors import ModelError
+from pipespec.system.validation import reason
 
 # Seconds to wait for a connection to the hub, to a host, and for the next bytes of an answer.
 CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
 # Tries without a byte of progress, also of a host, and the seconds between them, which double.
 MAX_TRIES, HOST_TRIES = 6, 2
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+FIRST_WAIT_S = 0.5
 LONGEST_ASKED_S = 300.0  # that a server may ask to wait (Retry-After)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 TOKEN = "authorization"  # the header that holds it
@@ -44,14 +45,6 @@ class Unavailable(ModelError):
     """A source cannot be read, now or from here."""
 
 
-class _Again(Exception):
-    """A request failed in a way that may pass; `wait_s`: what the server asks for."""
-
-    def __init__(self, why: str, wait_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait_s = wait_s
-
-
 class RangeSource:
     """Files at these URLs; `context`: another host, which proves by it who it is. Several threads
     may read at once. Others may set `stopped`, to end all reading soon. `wait` is called with the
@@ -62,7 +55,8 @@ class RangeSource:
     ) -> None:
         from huggingface_hub import utils
 
-        self.name, self.located = name, dict(urls)
+        self.host = self.name = name
+        self.located = dict(urls)
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
@@ -106,21 +100,21 @@ class RangeSource:
         with self._session.stream("GET", url, **how) as answer:
             if TOKEN not in headers and answer.status_code in (401, 403):
                 self.located.pop(file, None)
-                raise _Again(f"its signed URL is refused ({answer.status_code})")
+                raise ConnectionError(f"its signed URL is refused ({answer.status_code})")
             utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             if (whole := answer.status_code == 200) and part != (0, size):
-                raise _Again("it does not send parts of files (range requests)")
+                raise ConnectionError("it does not send parts of files (range requests)")
             stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
             if not whole and found != stated:
-                raise _Again(f"it sends the range {found!r} for {stated!r}")
+                raise ConnectionError(f"it sends the range {found!r} for {stated!r}")
             before = len(data)
             for chunk in answer.iter_raw():
                 data += chunk
                 if len(data) - before > stop - start:  # what came before is not trusted either
                     del data[before:]
-                    raise _Again("it sends more bytes than were asked for")
+                    raise ConnectionError("it sends more bytes than were asked for")
             if len(data) - before < stop - start:
-                raise _Again("it ended the answer early")
+                raise ConnectionError("it ended the answer early")
 
     def tried(
         self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES, got: Sized = ()
@@ -138,29 +132,30 @@ class RangeSource:
                 raise Unavailable("HF_HUB_OFFLINE is set") from error
             except HFValidationError as error:
                 raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
-            except (_Again, http_error) as error:
-                again = error if isinstance(error, _Again) else self._again(error)
+            except (ConnectionError, http_error) as error:
+                why, wait_s = self._passing(error)
+                cause = error
             tries = tries + 1 if len(got) == before else 1
             before = len(got)
             if self.stopped.is_set():
-                raise Unavailable(f"reading from {self.name} was stopped") from again
-            if tries >= max_tries or again.wait_s > LONGEST_ASKED_S:
+                raise Unavailable(f"reading from {self.name} was stopped") from cause
+            if tries >= max_tries or wait_s > LONGEST_ASKED_S:
                 raise Unavailable(
-                    f"{self.name} did not send {what}, though asked {tries} times: {again}; "
+                    f"{self.name} did not send {what}, though asked {tries} times: {why}; "
                     f"{self._remedy}"
-                ) from again
-            backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S)
-            self.wait(max(backoff * random.uniform(0.75, 1.25), again.wait_s))
+                ) from cause
+            backoff = FIRST_WAIT_S * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
+            self.wait(max(backoff, wait_s))
 
-    def _again(self, error: Any) -> _Again:
-        """Why and when to ask again after an HTTP error. Raises ModelError if that is of no use."""
+    def _passing(self, error: Any) -> tuple[str, float]:
+        """Why a request failed, and for how many seconds the server asks to wait. Raises ModelError
+        if it is of no use to ask again."""
         if (answer := getattr(error, "response", None)) is None:
-            return _Again(" ".join(str(error).split())[:200] or type(error).__name__)
+            return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
         asked = answer.headers.get("Retry-After", "").strip()
-        wait_s = float(asked) if asked.isdigit() else 0.0
-        return _Again(f"it answers {answer.status_code}", wait_s)
+        return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:
         return Unavailable(f"{self.name} answers {status}")
@@ -263,9 +258,8 @@ def fetch(
 
     with ExitStack() as stack:
         # Each with connections of its own: none waits for another source.
-        pools = {each: ThreadPoolExecutor(max(1, NUM_CONNECTIONS // len(asked))) for each in asked}
-        for pool in pools.values():
-            stack.enter_context(pool)
+        each_has = max(1, NUM_CONNECTIONS // max(1, len(asked)))
+        pools = {of: stack.enter_context(ThreadPoolExecutor(each_has)) for of in asked}
         tasks = [pools[run[0]].submit(get, *run) for run in runs]
         try:
             for task in as_completed(tasks):
