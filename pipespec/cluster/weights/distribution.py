@@ -310,11 +310,14 @@ def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, 
         return {}
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(host)) for host in others]
-        found = {kind: _opened_here(peers, kind, path) for kind, path in absent.items()}
+        certificate = Certificate.make()
+        found = {of: _opened_here(peers, of, absent[of], certificate) for of in absent}
     return {kind: path for kind, path in found.items() if path is not None}
 
 
-def _opened_here(peers: Iterable[Peer], kind: str, path: str) -> Path | None:
+def _opened_here(
+    peers: Iterable[Peer], kind: str, path: str, certificate: Certificate
+) -> Path | None:
     """The checkpoint of the first of these hosts that has one. Raises ModelError."""
     refused = None
     for peer in peers:
@@ -324,7 +327,7 @@ def _opened_here(peers: Iterable[Peer], kind: str, path: str) -> Path | None:
             refused = refused or error
             continue
         if told is not None:
-            found, certificate = described(told, peer.name), Certificate.make()
+            found = described(told, peer.name)
             context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
             source = RangeSource(peer.name, peer.listen(certificate, found.files), context)
             return open_repository(source, found, found.gguf)

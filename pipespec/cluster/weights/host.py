@@ -104,7 +104,8 @@ class WeightHost:
                         wanted[self._files[file]].append(number)
                 asked[RangeSource(name, of["urls"], context)] = wanted
             failed = fetch(asked, self._moved)
-        return {source.host: str(error) for source, error in failed.items()}
+        named = zip(sources, asked, strict=True)
+        return {name: str(failed[source]) for name, source in named if source in failed}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:

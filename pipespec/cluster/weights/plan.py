@@ -77,26 +77,22 @@ def on_this_host(
     """The deployment with the checkpoints at their paths on this host, which computes the parts
     `needed` of each model; None: those of the first epoch. Raises ConfigError."""
     needed = parts_needed(deployment, host) if needed is None else needed
-
-    def here(path: Path, given: str | None, kind: str) -> Path:
-        found = Path(given or "").expanduser()
-        if given is None:
-            found = own_path(path, deployment.shared.get(kind), needed.get(kind, ())) or path
-        if not is_checkpoint(found):
-            what = "folder" if folder_of_checkpoint(found) == found else "file"
-            raise ConfigError(
-                f"Host {host.name} has no {what} {found}; put the {kind} model there, or name its "
-                f"{what} as {kind} of that host in the hosts file."
-            )
-        return found
-
     own: dict[str, Any] = {}
     for kind, info in deployment.models:
-        given = getattr(host, kind)
-        if kind == "target" or given is not None or (kind in needed and kind in deployment.shared):
-            path = here(info.path, given, kind)
-            same = path.absolute() == info.path.absolute()
-            own[kind] = info if same else inspect(str(path))
+        given, shared = getattr(host, kind), deployment.shared.get(kind)
+        if kind != "target" and given is None and (kind not in needed or shared is None):
+            continue
+        path = Path(given or info.path).expanduser()
+        if given is None:
+            path = own_path(path, shared, needed.get(kind, ())) or path
+        if not is_checkpoint(path):
+            what = "folder" if folder_of_checkpoint(path) == path else "file"
+            raise ConfigError(
+                f"Host {host.name} has no {what} {path}; put the {kind} model there, or name its "
+                f"{what} as {kind} of that host in the hosts file."
+            )
+        same = path.absolute() == info.path.absolute()
+        own[kind] = info if same else inspect(str(path))
     if own["target"].kind != deployment.target.kind:
         raise ConfigError(
             f"Host {host.name} has another target in {own['target'].path} than the other hosts "
@@ -126,7 +122,9 @@ def plan_round(
 ) -> Mapping[str, Transfers]:
     """What each host gets of a model in the next round. `on_hub`: the hosts that can read all of it
     from the hub. Raises ModelError if no host has a block, and none can read it there."""
-    having, needing = _hosts_of(holders), _hosts_of(lacks)
+    lacking = set[Block]().union(*lacks.values())
+    having = {block: [host for host in holders if block in holders[host]] for block in lacking}
+    needing = {block: [host for host in lacks if block in lacks[host]] for block in lacking}
     sent, got = Counter[str](), Counter[str]()
     found: defaultdict[str, defaultdict[str, list[Block]]]
     found = defaultdict(lambda: defaultdict(list))
@@ -149,12 +147,4 @@ def plan_round(
             found[to][source] += run
             sent[source] += len(run)
             got[to] += len(run)
-    return found
-
-
-def _hosts_of(blocks: Mapping[str, Collection[Block]]) -> defaultdict[Block, list[str]]:
-    found: defaultdict[Block, list[str]] = defaultdict(list)
-    for host, each in blocks.items():
-        for block in each:
-            found[block].append(host)
     return found

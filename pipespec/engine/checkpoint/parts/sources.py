@@ -55,8 +55,7 @@ class RangeSource:
     ) -> None:
         from huggingface_hub import utils
 
-        self.host = self.name = name
-        self.located = dict(urls)
+        self.name, self.located = name, dict(urls)
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
