@@ -437,7 +437,9 @@ def test_a_host_that_others_cannot_reach_is_named(rig: Rig) -> None:
     )
 
 
-def test_a_host_whose_disk_has_changed_drops_that_block(rig: Rig) -> None:
+def test_a_host_whose_disk_has_changed_drops_that_block(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.fetched(*rig.settings([4, 8, 4]))
     wrong = UP.format(9)
     (file,) = (each for each in rig.files("beta").values() if wrong in tensors_in(each))
@@ -447,9 +449,9 @@ def test_a_host_whose_disk_has_changed_drops_that_block(rig: Rig) -> None:
         stream.write(b"wrong")
     sent = rig.hub.weight_bytes
     assert main(["cache", "fetch", *rig.settings([4, 4, 8])]) == 0
-    out, err = rig.capsys.readouterr()
-    assert err == f"beta: {file.path} is not as it was fetched, so a block of it is dropped\n"
-    assert "gamma: fetched" in out
+    sentence = f"beta: {file.path} is not as it was fetched, so a block of it is dropped"
+    assert caplog.messages == [sentence]
+    assert "gamma: fetched" in rig.capsys.readouterr().out
     assert rig.hub.weight_bytes > sent  # that block is the hub's again
     assert wrong not in rig.tensors("beta")
     own = rig.files("gamma")[file.path.name]
