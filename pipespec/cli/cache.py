@@ -44,11 +44,14 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
 
     from pipespec.cluster.decide import decide
+    from pipespec.cluster.deployment.checks import require_fit
     from pipespec.cluster.weights.plan import require_weights
     from pipespec.config.compose import compose
 
     moved: dict[str, tuple[int, int]] = {}
-    deployment = with_weights(decide(compose(settings)), moved)
+    deployment = decide(compose(settings))
+    require_fit(deployment)
+    deployment = with_weights(deployment, moved)
     require_weights(deployment)
     if arguments.json:
         hosts = {name: {"fetched_bytes": of[0], "bytes": of[1]} for name, of in moved.items()}

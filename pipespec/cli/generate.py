@@ -106,10 +106,12 @@ def decode(
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
 
-    from pipespec.cluster.decide import decide
+    from pipespec.cluster.decide import decide, require_room
     from pipespec.config.compose import compose
 
-    deployment = checked(decide(compose(settings)), stays=False)  # errors before slow imports
+    config = compose(settings)
+    require_room(config)
+    deployment = checked(decide(config), stays=False)  # errors before slow imports
     chosen = RequestSettings.of(deployment.config)
     if len(prompt) > CHARACTERS * deployment.context:
         # Almost surely too long: it is refused before anything starts.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from pipespec.transport.transport_settings import NCCL
 if TYPE_CHECKING:
     from pipespec.cluster.host_link.host_session import HostSession
     from pipespec.cluster.session import ClusterSession
+    from pipespec.config.hosts import Host
     from pipespec.config.schema import Config
 
 # The way to them leads through the interface of the default route (RFC 5737, 3849); nothing is
@@ -81,7 +82,7 @@ class HostAdmission:
                     found[session] = its_figures
         hosts = [(session.host, each) for session, each in found.items()]
         self._with_it = {host.name for host, _ in hosts}
-        return replace(with_hosts(deployment, hosts, problem), changes=0)
+        return with_hosts(deployment, hosts, problem)
 
     def begin(self, cluster: ClusterSession) -> None:
         self._cluster = cluster
@@ -220,13 +221,13 @@ def hosts_of(config: Config) -> HostsFile:
     return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
 
 
-def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
-    """The deployment of a cluster that hosts can join. Raises ConfigError."""
-    if deployment.config.transport.backend == NCCL:
+def address_for_others(config: Config, hosts: Sequence[Host], options: JoinOptions) -> str:
+    """Where other hosts can reach this one to join. Raises ConfigError."""
+    if config.transport.backend == NCCL:
         raise ConfigError(
             "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
         )
-    address = options.address or own_address(deployment.hosts)
+    address = options.address or own_address(hosts)
     for anywhere in ANYWHERE if address is None else ():
         with suppress(OSError):
             address = address or source_address(anywhere)
@@ -235,6 +236,11 @@ def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
             "This machine has no default route, by which others could reach it; name its address "
             "with --at."
         )
+    return address
+
+
+def open_to_hosts(deployment: Deployment, address: str) -> Deployment:
+    """The deployment of a cluster that hosts can join at an address of this machine."""
     hosts = (
         replace(host, address=address) if host.local and host.address == LOOPBACK else host
         for host in deployment.hosts

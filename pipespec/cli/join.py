@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, finish, list_of, words
@@ -48,25 +47,33 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
             "are those of the cluster."
         )
-    token = arguments.token
-    if token == STDIN:
+    given = arguments.token
+    if given == STDIN:
         try:
-            token = standard_input()
+            given = standard_input()
         except Unreadable as error:
             raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
-    name = own_name(arguments.name)
+
+    from pipespec.client.registry import noting_joined
+    from pipespec.config.entries import host_name
+    from pipespec.config.hosts import own_name
+
+    name = own_name() if arguments.name is None else str(host_name("--name", arguments.name))
 
     from pipespec.cluster.host_link.joined_host import JoinedHost
     from pipespec.cluster.host_link.token import Token
 
-    host = JoinedHost(Token.decode(token), name, devices, arguments.address)
+    token = Token.decode(given)
+    host = JoinedHost(token, name, devices, arguments.address)
 
-    def say(sentence: str) -> None:
-        if not arguments.json:
-            write(f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.\n")
+    with host, noting_joined(f"{token.address}:{token.port}", host.name) as note:
 
-    with host:
+        def say(sentence: str) -> None:
+            note(sentence.rstrip("."))
+            if not arguments.json:
+                write(f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.\n")
+
         if arguments.json:
             write(json.dumps({"name": host.name, "devices": devices}) + "\n")
         else:
@@ -94,11 +101,3 @@ def devices_of(named: list[str] | None) -> list[str]:
             raise ConfigError(f"--devices holds {device!r}; name each device, as in cuda:0,cuda:1.")
         require_device(device, "--devices holds")
     return found
-
-
-def own_name(wanted: str | None) -> str:
-    from pipespec.config.entries import host_name
-
-    if wanted is None:
-        wanted = socket.gethostname().partition(".")[0] or "host"
-    return str(host_name("--name", wanted))

@@ -117,14 +117,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.cluster.decide import decide
+    from pipespec.cluster.decide import decide, require_room
     from pipespec.config.compose import compose
 
     config = compose(settings)
     with serving(name), ExitStack() as stack:
-        if config.cluster.hosts is None:  # else hosts would be asked twice
-            checked(decide(config), stays=True)
         listener = stack.enter_context(listening(arguments))
+        if config.cluster.hosts is None:  # else hosts would be asked twice
+            require_room(config)
+            checked(decide(config), stays=True)
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
@@ -143,7 +144,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.api_server import bind_listener, connection_capacity
+    from pipespec.server.listener import bind_listener, connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
     return bind_listener(arguments.host, arguments.port)

@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.registry import Entry, entries, entry, log_of
+from pipespec.client.registry import Entry, JoinedCluster, entries, entry, joined, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import show, table_of, write
 from pipespec.errors import Unreachable
@@ -50,12 +50,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     while True:
         found = entries() if arguments.name is None else [entry(arguments.name)]
         clusters = [report(each, time.time()) for each in found]
+        elsewhere = joined() if arguments.name is None else []
         if arguments.json:
-            write(json.dumps({"clusters": clusters}) + "\n")
+            others = [asdict(each) for each in elsewhere]
+            write(json.dumps({"clusters": clusters, "joined": others}) + "\n")
         else:
             if arguments.watch and sys.stdout.isatty():
                 write("\x1b[H\x1b[2J")  # clear the terminal
-            print_table(clusters)
+            print_table(clusters, elsewhere)
         if not arguments.watch:
             break
         time.sleep(WATCH_S)
@@ -96,7 +98,6 @@ def report(found: Entry, now: float) -> dict[str, Any]:
         return state | {"problem": "Its Redis no longer has its data."}
     # Hosts may have joined or left since the entry was written, or been lost.
     num_ranks = cluster.num_ranks if assigned is None else len(assigned.workers)
-    changes = 0 if assigned is None else assigned.changes
     seals = [text.partition("=")[2] for text in cluster.overrides if text.startswith(SEAL)]
     return state | {
         "state": READY if status.joined >= num_ranks else RECOVERING,
@@ -104,9 +105,9 @@ def report(found: Entry, now: float) -> dict[str, Any]:
         "ranks": status.joined,
         "processes": []
         if assigned is None
-        else processes(status, assigned, alive, cluster.host, [AUTO, *seals][-1]),
+        else processes(status, assigned, alive, [AUTO, *seals][-1]),
         "epoch": status.epoch,
-        "faults": status.epoch - cluster.epoch - changes,
+        "faults": sum(status.faults.values()),
         "last_fault": status.last_fault,
         "faults_by_kind": status.faults,
         "open": status.open,
@@ -122,12 +123,10 @@ def processes(
     status: ClusterStatus,
     assigned: RankAssignment,
     alive: Collection[str],
-    here: str,
     seal: str,
 ) -> list[dict[str, Any]]:
     """Every worker, its rank if it has one, and what it does; of several that compute a rank
-    together, the one that leads comes first. `alive` have a lease, `here` is the host that started
-    the cluster, `seal` is `transport.seal`."""
+    together, the one that leads comes first. `alive` have a lease, `seal` is `transport.seal`."""
     from pipespec.controller.cluster_status import labelled
 
     kinds = assigned.links(seal)
@@ -138,8 +137,7 @@ def processes(
 
     def process(worker: str, rank: int | None, pid: int | None, state: str) -> dict[str, Any]:
         host = worker.rpartition("/")[0]
-        name = here if host == LOCAL else host
-        return {"worker": worker, "host": name, "rank": rank, "pid": pid, "state": state}
+        return {"worker": worker, "host": host, "rank": rank, "pid": pid, "state": state}
 
     found = []
     for rank, leader in enumerate(assigned.workers):
@@ -164,12 +162,12 @@ def processes(
     return found + [process(worker, None, None, state) for worker, state in others]
 
 
-def print_table(clusters: Sequence[dict[str, Any]]) -> None:
+def print_table(clusters: Sequence[dict[str, Any]], elsewhere: Sequence[JoinedCluster]) -> None:
     if not clusters:
-        show("No cluster is up.")
+        show(*(map(str, elsewhere) if elsewhere else ["No cluster is up."]))
         return
     table = table_of("", "cluster", *COLUMNS, "up", left=3)
-    notes = []
+    notes = list(map(str, elsewhere))
     for cluster in clusters:
         known = {name: str(cluster.get(name, "-")) for name in COLUMNS}
         if "ranks" in cluster:

@@ -272,10 +272,12 @@ def planned(
     config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.decide import decide
+    from pipespec.cluster.decide import decide, require_room
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices
 
+    if join_options is None or join_options.hosts == 1:
+        require_room(config)
     if join_options is None:
         placement = None
         if measure:
@@ -287,8 +289,10 @@ def planned(
         return
     from pipespec.cli import host_admission
 
-    alone = host_admission.open_to_hosts(decide(config), join_options)  # errors before measuring
-    problem = measured_problem(config, host_admission.hosts_of(config))
+    hosts_file = host_admission.hosts_of(config)
+    address = host_admission.address_for_others(config, hosts_file.hosts, join_options)
+    alone = host_admission.open_to_hosts(decide(config), address)  # errors before measuring
+    problem = measured_problem(config, hosts_file)
     if join_options.hosts == 1:  # before others are there, the layers may not fit
         alone = alone.laid_out(plan_slices(problem))
     admission = host_admission.HostAdmission(join_options, alone, on_log)

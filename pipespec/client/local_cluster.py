@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from pipespec.client.sync_client import Client, attach
 from pipespec.cluster import session
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
+from pipespec.config.hosts import own_name
 
 
 class Running(NamedTuple):
@@ -35,7 +35,7 @@ def running_cluster(
         namespace=cluster.namespace,
         epoch=cluster.epoch,
         owner=Owner.this(),
-        host=socket.gethostname(),
+        host=own_name(),
         # Those of the controller may hold a password, and `url` says it all.
         overrides=tuple(text for text in settings if group(text) != "controller"),
         served=served,

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
 # The server that started it, the data of a private Redis, and what lets hosts join by hand.
 SERVER, DATA, INVITATION = ".server", ".data", ".invitation"
+# What a process that has joined a cluster elsewhere says of it, by the process's number.
+JOINED = ".joined"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -112,6 +114,25 @@ class Entry:
     cluster: RunningCluster | None
 
 
+@dataclass(frozen=True)
+class JoinedCluster:
+    """A cluster elsewhere of which this host computes a part, as the process `owner` says: `name`
+    is what it calls this host, `launcher` its address, `state` the newest sentence for this
+    host."""
+
+    name: str
+    launcher: str
+    owner: Owner
+    state: str
+
+    def __str__(self) -> str:
+        return (
+            f"This host has joined the cluster of {self.launcher} as {self.name!r} (process "
+            f"{self.owner.pid}): {self.state}. `pipespec status` and `pipespec logs` on the host "
+            "that started it say more."
+        )
+
+
 def folder() -> Path:
     return state_folder()
 
@@ -158,6 +179,31 @@ def serving(name: str) -> Iterator[None]:
         yield
     finally:
         file.unlink(missing_ok=True)
+
+
+@contextmanager
+def noting_joined(launcher: str, name: str) -> Iterator[Callable[[str], None]]:
+    """Yields what notes how it goes with a cluster that this process has joined, for `joined`. The
+    host computes as well where nothing can be noted."""
+    file = folder() / f"{os.getpid()}{JOINED}"
+
+    def note(state: str) -> None:
+        found = JoinedCluster(name, launcher, Owner.this(), state)
+        with suppress(ConfigError), kept_folder():
+            write_atomically(file, json.dumps(asdict(found)).encode())
+
+    try:
+        note("it has just been let in")
+        yield note
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def joined() -> list[JoinedCluster]:
+    """The clusters that processes of this host have joined. Raises ConfigError."""
+    found = (_read(file, JoinedCluster) for file in sorted(folder().glob(f"*{JOINED}")))
+    return [each for each in found if each is not None and each.owner.here and not each.owner.gone]
 
 
 def server_of(name: str) -> Owner | None:
@@ -256,12 +302,14 @@ def entry(name: str | None) -> Entry:
         if len(taken) > 1:
             raise ConfigError(f"Several clusters are up: {names}; name one.")
         if not taken:
-            raise ConfigError("No cluster is up; start one with `pipespec up`.")
+            here = " ".join(map(str, joined()))
+            raise ConfigError(here or "No cluster is up; start one with `pipespec up`.")
         return taken[0]
     others = f"these are: {names}" if taken else "start it with `pipespec up`"
     log = folder() / (name + LOG)
     last = f" (the last one's log is {log})" if log.exists() else ""
-    raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.")
+    here = "".join(f" {each}" for each in joined())
+    raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.{here}")
 
 
 def find(name: str) -> RunningCluster:

@@ -3,6 +3,7 @@ no model and no rank's loop, so that errors come quickly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,17 +11,21 @@ from pathlib import Path
 
 from pipespec.cluster.deployment.checks import check_groups, require_attention
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
+from pipespec.cluster.deployment.memory import REMEDIES, WEIGHTS, free_bytes
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
+from pipespec.engine.checkpoint.checkpoint import open_files
+from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.checkpoint.partial_checkpoint import repository_of
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
-from pipespec.placement.slices import Placement, plan_slices, split_evenly
+from pipespec.placement.slices import GIB, Placement, plan_slices, split_evenly
 from pipespec.sampling.params import check_vocabulary
 from pipespec.system.devices import resolve_devices
+from pipespec.system.validation import home_expanded
 
 
 def decide(
@@ -28,13 +33,16 @@ def decide(
 ) -> Deployment:
     """Plan a cluster from the checkpoints and the machine, with a placement from measured figures
     or, without one, with devices that count as equal. `ask_hosts`: models that this machine lacks
-    are looked for on the other hosts. Raises ConfigError; HostFailed if another host must be asked
+    are looked for on the other hosts. Whether their classes accept them is left to
+    `checks.require_fit`. Raises ConfigError; HostFailed if another host must be asked
     and cannot."""
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     used = {"target": True, "draft": config.proposer.needs_draft, "mid": config.proposer.needs_mid}
     named = {kind: getattr(config.model, kind) for kind in used if used[kind]}
     elsewhere: Mapping[str, Path] = {}
-    if hosts_file is not None and ask_hosts:
+    if hosts_file is None:
+        host_here(config.cluster)  # a device that is missing is said before models are read
+    elif ask_hosts:
         from pipespec.cluster.weights.distribution import find_on_hosts
 
         elsewhere = find_on_hosts(named, hosts_file)
@@ -42,7 +50,7 @@ def decide(
     models: dict[str, CheckpointInfo] = {}
     for kind, model in named.items():
         name = quantization_of(kind)
-        models[kind] = inspect(elsewhere.get(kind, model))
+        models[kind] = inspect(elsewhere.get(kind, model), fit=False)
         models[kind].check_quantization(f"model.{name}", getattr(config.model, name))
     target, draft, mid = models["target"], models.get("draft"), models.get("mid")
     if "cluster.stages" in config.chosen:
@@ -93,6 +101,22 @@ def decide(
     found = replace(found.laid_out(placement), shared=shared_models(found))
     require_attention(found)
     return found
+
+
+def require_room(config: Config) -> None:
+    """Raise ConfigError or ModelError if models that are here cannot be read, or are too large for
+    this machine, which is all that is to compute: what is known before Transformers is asked."""
+    if config.cluster.hosts is not None:
+        return
+    models = [config.model.target, config.model.draft if config.proposer.needs_draft else None]
+    paths = [home_expanded(model) for model in models if model is not None]
+    least = sum(open_files(resolve(path)).least_bytes() for path in paths if os.path.exists(path))
+    on_cpu = set(host_here(config.cluster).devices) == {"cpu"}
+    if on_cpu and least > (free := free_bytes("cpu")):
+        raise ConfigError(
+            f"The models need more than {least / GIB:.3g} GiB on cpu, but {free / GIB:.3g} GiB "
+            f"are free; {REMEDIES[WEIGHTS]}."
+        )
 
 
 def shared_models(deployment: Deployment) -> dict[str, Repository]:

@@ -16,6 +16,7 @@ from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import (
     expanded,
     require_backend,
+    require_fit,
     require_quantizers,
     scaled,
     shared_gpu,
@@ -77,6 +78,7 @@ class ClusterSession:
         self._polling = threading.Lock()  # a client polls from its own thread
         self._cluster = cluster
         self._recovery = recovery
+        self._first_epoch = recovery.state.epoch
 
     @property
     def state(self) -> ClusterState:
@@ -171,7 +173,7 @@ class ClusterSession:
 
     def reporters(self) -> tuple[int, bool]:
         state = self.state
-        return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
+        return len(state.assignment.workers), bool(state.faults) or state.epoch > self._first_epoch
 
 
 def check_deployment(deployment: Deployment, *, stays: bool) -> None:
@@ -192,6 +194,7 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))
     require_same_model(deployment)
+    require_fit(deployment)  # last, as it takes longest
 
 
 @contextmanager

@@ -11,6 +11,7 @@ needed.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from io import StringIO
@@ -151,8 +152,13 @@ class HostsFile:
         return self.host_of(worker).devices[int(worker.rpartition("/")[2])]
 
 
+def own_name() -> str:
+    """What this machine is called where no file and no option names it: its host name."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname().partition(".")[0], flags=re.ASCII) or "host"
+
+
 def this_machine(devices: Sequence[str], groups: Sequence[int] = ()) -> Host:
-    return Host(LOCAL, LOOPBACK, LOCAL, devices=tuple(devices), groups=tuple(groups))
+    return Host(own_name(), LOOPBACK, LOCAL, devices=tuple(devices), groups=tuple(groups))
 
 
 def load_hosts(path: str | Path) -> HostsFile:

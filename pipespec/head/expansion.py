@@ -13,28 +13,46 @@ from pipespec.head.row_budget import split_expansion
 from pipespec.head.scheduler_types import ProposalBatch, ProposalPart
 from pipespec.head.sequence import Sequence as TreeSequence
 from pipespec.head.structured_output import LookAhead, add_ahead
+from pipespec.head.tree import Tree
 
 
 def plan_expansion(
     wanted: Sequence[tuple[TreeSequence, Expansion]],
     policy: SpeculationPolicy,
     budget: Callable[[int], int],
+    crowded: Sequence[tuple[TreeSequence, Expansion]] = (),
+    most_crowded: int = 0,
 ) -> ProposalBatch | None:
     """The round that expands the most probable of the wanted nodes; None: there are none. `budget`
-    is the number of nodes of all by the number of requests."""
-    found = [
-        (sequence, expansion, nodes)
-        for sequence, expansion in wanted
-        if len(nodes := sequence.drop_past_end(expansion.nodes))
-    ]
-    shares = split_expansion([(each.tree, nodes) for each, _, nodes in found], budget(len(found)))
+    is the number of nodes of all by the number of requests, of which those of crowds are
+    `most_crowded` at most."""
+    found, beside = _within_text(wanted), _within_text(crowded)
+    most = budget(len(found) + len(beside))
+    of_crowds = split_expansion(_trees(beside), min(most_crowded, most // 2))
+    shares = split_expansion(_trees(found), most - sum(map(len, of_crowds)))
     parts = tuple(
         _part(sequence, nodes, expansion.limit, policy)
-        for (sequence, expansion, _), nodes in zip(found, shares, strict=True)
+        for (sequence, expansion, _), nodes in zip(
+            [*found, *beside], [*shares, *of_crowds], strict=True
+        )
         if len(nodes)
     )
     urgent = any(expansion.urgent for _, expansion, _ in found)
     return ProposalBatch(parts, policy.children, urgent) if parts else None
+
+
+def _within_text(
+    wanted: Sequence[tuple[TreeSequence, Expansion]],
+) -> list[tuple[TreeSequence, Expansion, np.ndarray]]:
+    """What is wanted, with the nodes before the end of the text, where there are any."""
+    found = [(each, of, each.drop_past_end(of.nodes)) for each, of in wanted]
+    return [each for each in found if len(each[2])]
+
+
+def _trees(
+    found: Sequence[tuple[TreeSequence, Expansion, np.ndarray]],
+) -> list[tuple[Tree, np.ndarray]]:
+    return [(each.tree, nodes) for each, _, nodes in found]
 
 
 def _part(

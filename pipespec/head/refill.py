@@ -38,7 +38,8 @@ def worthwhile_refill(
             return []
         limit = min(limit, state.target.rows)
     offered = plan.selection.probabilities if state.is_alone else None
-    batch = NextBatch(_probabilities(plan.nodes), limit, state, offered, plan.num_prompt_rows)
+    beside = plan.num_prompt_rows + plan.num_guests
+    batch = NextBatch(_probabilities(plan.nodes), limit, state, offered, beside)
     if batch.least >= 0:  # nothing is more probable than its rows, such as roots under load
         return []
     wanted = []
@@ -67,7 +68,7 @@ class NextBatch:
         state: the state of the pipeline, with known times of steps.
         offered: the probabilities of all rows that it could have without them, if it is chosen for
             itself.
-        prompt_rows: rows of prompts beside them.
+        prompt_rows: rows of prompts and of guests beside them.
     """
 
     rows: np.ndarray

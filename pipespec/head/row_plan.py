@@ -3,19 +3,19 @@
 Roots come first, the one that has waited longest before all others, then prompts, then draft
 tokens. Where prompts are read beside running answers, draft tokens have a share before prompts, a
 prompt gets at least one row, and the batch is no larger than keeps the answers at their pace.
-Where several tenants decode, one with many answers slows the others down no more than that: its
-roots take turns (`_shared_out`).
+The rows of crowds (`pipespec.head.crowds`) are beside all of these.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipespec.core import NUM_COLUMNS
 from pipespec.head.admission import Admission
+from pipespec.head.crowds import guests
 from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, Selection, select_rows, total_certain
 from pipespec.head.scheduler_types import SchedulerConfig
@@ -23,8 +23,7 @@ from pipespec.head.sequence import Sequence
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT
 
-# How many times as long a step may last with rows of prompts, while answers are running; and with
-# the roots of a tenant, while those of others are decoded.
+# How many times as long a step may last with rows of prompts, while answers are running.
 MAX_SLOWDOWN = 1.5
 # Of such a step's rows beside roots, one of so many is kept for draft tokens that pay, so that
 # answers do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
@@ -36,7 +35,8 @@ class RowPlan:
     """The rows of one step.
 
     Attributes:
-        nodes: of the tree of each sequence that has read its prompt.
+        nodes: of the tree of each sequence that has read its prompt, but for those of crowds.
+        guests: likewise of sequences of crowds.
         prompts: sequences that read their prompts, and up to which token.
         selection: the choice among all nodes that were offered.
         max_nodes: rows of trees that the step could have beside its prompts, if more of them were
@@ -45,6 +45,7 @@ class RowPlan:
     """
 
     nodes: list[tuple[Sequence, np.ndarray]]
+    guests: list[tuple[Sequence, np.ndarray]]
     prompts: list[tuple[Sequence, int]]
     selection: Selection
     max_nodes: int
@@ -55,8 +56,18 @@ class RowPlan:
         return sum(end - each.prefilled for each, end in self.prompts)
 
     @property
+    def num_guests(self) -> int:
+        """Rows of crowds."""
+        return sum(len(nodes) for _, nodes in self.guests)
+
+    @property
+    def fed(self) -> list[tuple[Sequence, np.ndarray]]:
+        """The sequences of whose trees nodes enter the batch, and these."""
+        return [(each, nodes) for each, nodes in (*self.nodes, *self.guests) if len(nodes)]
+
+    @property
     def is_empty(self) -> bool:
-        return not self.prompts and not any(len(nodes) for _, nodes in self.nodes)
+        return not self.prompts and not self.fed
 
     @property
     def unfed_roots(self) -> list[Sequence]:
@@ -67,7 +78,7 @@ class RowPlan:
         """As rows of a batch, `[rows, 6]`: those of prompts, then those of trees."""
         rows = [np.empty((0, NUM_COLUMNS), np.int64)]
         rows += [each.context.rows(each.prefilled, end) for each, end in self.prompts]
-        rows += [each.tree.rows(each.number, nodes) for each, nodes in self.nodes if len(nodes)]
+        rows += [each.tree.rows(each.number, nodes) for each, nodes in self.fed]
         return np.concatenate(rows)
 
 
@@ -79,35 +90,36 @@ def plan_rows(
     state: PipelineState,
     *,
     mixes: bool,
+    crowds: Mapping[str, int],
 ) -> RowPlan:
     """The rows to feed now; `mixes`: some request had a token when this step began, so that prompts
-    are read beside its answer."""
+    are read beside its answer. `crowds`: of `rows_of_crowds`."""
     sequences = sorted(
         (each for each in admission.sequences.values() if not each.prompt_left),
         key=lambda each: each.root_waits_since,
     )
-    sequences, most_rows = _shared_out(sequences, stats)
+    beside = guests(sequences, crowds, policy, state, admission.free_slots)
+    num_guests = sum(len(nodes) for _, nodes in beside)
+    sequences = [each for each in sequences if each.request.tenant not in crowds]
     candidates = [_candidates(each, policy, state) for each in sequences]
-    free_slots = admission.free_slots
+    free_slots = admission.free_slots - num_guests
     budget = min(config.row_budget(policy, len(candidates)), free_slots)
     num_roots = min(total_certain(candidates), budget)
-    batch_rows = config.rows
+    batch_rows = config.rows - num_guests
     mixed = mixes and any(each.prompt_left for each in admission.sequences.values())
     if mixed:  # prompts are read beside running answers
         if candidates:  # as many roots as a batch has rows leave one row for prompts
             num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
         in_time = stats.rows_within(MAX_SLOWDOWN, num_roots, stats.without_prompts.value)
         if in_time is not None:
-            batch_rows = min(batch_rows, max(in_time, num_roots + 1))
-    elif most_rows is not None:
-        batch_rows = min(batch_rows, max(most_rows, num_roots))
+            batch_rows = min(batch_rows, max(in_time - num_guests, num_roots + 1))
     # Draft tokens get the slots that no request needs for its text.
     spare_slots = max(free_slots - admission.reserved_slots, 0)
     budget = min(budget, max(num_roots, spare_slots))
 
     def select(rows: int, prompt_rows: int) -> Selection:
         most = min(budget, rows)
-        return select_rows(candidates, most, policy.row_cost, state, prompt_rows)
+        return select_rows(candidates, most, policy.row_cost, state, prompt_rows + num_guests)
 
     num_kept = num_shared = num_roots
     if mixed:
@@ -119,35 +131,7 @@ def plan_rows(
     selection = select(batch_rows - prompt_rows, prompt_rows)
     max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
     nodes = list(zip(sequences, selection.nodes, strict=True))
-    return RowPlan(nodes, prompts, selection, max_nodes, state)
-
-
-def _shared_out(sequences: list[Sequence], stats: StepStats) -> tuple[list[Sequence], int | None]:
-    """Those that may have rows in this step, and how many rows it may have if there are others.
-
-    A tenant's roots make a step at most `MAX_SLOWDOWN` times as long as the roots of the tenants
-    with fewer running answers do; but it has as many as each of these. The roots that have waited
-    longest go first.
-    """
-    if len({each.request.tenant for each in sequences}) < 2:
-        return sequences, None
-    counts = Counter(each.request.tenant for each in sequences)
-    most_rows, total, before = None, 0, 1
-    for tenant, count in sorted(counts.items(), key=lambda item: item[1]):
-        rows = stats.rows_within(MAX_SLOWDOWN, total) if total else None
-        if rows is not None and count > max(rows - total, before):
-            most_rows, counts[tenant] = rows, max(rows - total, before)
-        before = counts[tenant]
-        total += before
-    if most_rows is None:
-        return sequences, None
-    chosen = []
-    for each in sequences:
-        if not each.tree.fed[ROOT]:
-            counts[each.request.tenant] -= 1
-        if each.tree.fed[ROOT] or counts[each.request.tenant] >= 0:
-            chosen.append(each)
-    return chosen, most_rows
+    return RowPlan(nodes, beside, prompts, selection, max_nodes, state)
 
 
 def _prompts(

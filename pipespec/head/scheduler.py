@@ -12,6 +12,7 @@ A batch mixes the rows of all requests: unfed roots, chunks of prompts, draft to
 from __future__ import annotations
 
 import collections.abc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import numpy as np
 
 from pipespec.core import NO_MEMORY, POSITION, Batch, Verdict
 from pipespec.head.admission import ANSWER_COST, Admission
+from pipespec.head.crowds import rows_for_drafts, rows_of_crowds
 from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
 from pipespec.head.expansion import add_determined, plan_expansion
 from pipespec.head.policies.policy import (
@@ -63,9 +65,13 @@ class Scheduler:
         self.stats = self._new_stats()
         self._scorer = scorer
         self._target: TargetBatch | None = None  # the size of batches in this step
-        self._decoding = 0  # requests that had a first token when this step began
+        self._answers = Counter[str]()  # that were decoded when this step began, by tenant
+        self._crowds: dict[str, int] = {}  # rows of these in a batch of this step
+        self._mixes = False  # whether any request had its first token when this step began
+        self._decoding = 0  # such requests, without those of crowds
         self._drafts_in_flight = False  # whether draft tokens of these were in the pipeline
         self._decided = 0  # tokens, in this step
+        self._decided_for_crowds = 0  # of these
         self._draft_has_no_room = False  # for any node of its last round
         self._draft_reads_prompts = False  # in its last round of this step
 
@@ -107,9 +113,13 @@ class Scheduler:
             yield sequence
 
     def begin_step(self) -> None:
-        self._decided = 0
+        self._decided = self._decided_for_crowds = 0
         self._draft_has_no_room = self._draft_reads_prompts = False
-        decoding = [each for each in self.admission.sequences.values() if each.decoding]
+        running = self.admission.sequences.values()
+        self._answers = Counter(each.request.tenant for each in running if not each.prompt_left)
+        self._crowds = rows_of_crowds(self._answers, self.stats, self.config.rows)
+        self._mixes = any(each.decoding for each in running)
+        decoding = [each for each in running if each.decoding and not self._in_crowd(each)]
         self._decoding = len(decoding)
         self._drafts_in_flight = any(each.tree.fed[1:].any() for each in decoding)
         self.stats.begin_step()
@@ -203,6 +213,7 @@ class Scheduler:
             self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
         count = len(depths)
         self._decided += count
+        self._decided_for_crowds += count * self._in_crowd(sequence)
         self.admission.served[sequence.request.tenant] += ANSWER_COST * count
         self._draft_has_no_room = False  # the draft may have room again
         if not sequence.tree.fed[ROOT]:
@@ -219,7 +230,7 @@ class Scheduler:
         """All verdicts of this step were applied; the wait for them began when the step had lasted
         `drafted_ms` and took `wait_ms`."""
         if self._decoding:
-            self.stats.add_verdict(drafted_ms, wait_ms, self._decided)
+            self.stats.add_verdict(drafted_ms, wait_ms, self._decided - self._decided_for_crowds)
         for sequence in self.admission.sequences.values():
             sequence.counts["steps"] += 1
 
@@ -263,7 +274,7 @@ class Scheduler:
 
     def _count(self, plan: RowPlan, batch: Batch) -> None:
         """Count the rows of a batch, before they count as fed."""
-        trees = [(each.tree, nodes) for each, nodes in plan.nodes if len(nodes)]
+        trees = [(each.tree, nodes) for each, nodes in plan.fed]
         roots = np.array([tree.position[ROOT] for tree, _ in trees], np.int64)
         num_prompt_rows = plan.num_prompt_rows
         depths = batch.rows[num_prompt_rows:, POSITION]
@@ -272,6 +283,7 @@ class Scheduler:
         self.totals.add_step(len(batch), num_prompt_rows, depths, probabilities, self._decided)
         if plan.nodes and self._policy.row_cost is None:
             self.stats.add_candidates(plan.selection)
+        self.stats.add_answers(sum(len(nodes) for _, nodes in plan.nodes), len(plan.nodes))
         self.stats.add_batch(len(batch), num_prompt_rows)
 
     def _mark_fed(self, plan: RowPlan) -> None:
@@ -279,17 +291,17 @@ class Scheduler:
             self.admission.cache.read(sequence.number, end)
             sequence.counts["rows"] += end - sequence.prefilled
             sequence.prefilled = end
-        for sequence, nodes in plan.nodes:
-            if len(nodes):
-                sequence.counts["rows"] += len(nodes)
-                sequence.tree.mark_fed(nodes)
-                if not self._policy.keeps_unfed:
-                    sequence.tree.drop_unfed()
+        for sequence, nodes in plan.fed:
+            sequence.counts["rows"] += len(nodes)
+            sequence.tree.mark_fed(nodes)
+            if not self._policy.keeps_unfed:
+                sequence.tree.drop_unfed()
 
     def end_step(self, ms: float) -> None:
         if self._decoding and self.admission.sequences:
             speculating = self._drafts_in_flight or self.stats.rounds > 0
-            self.stats.add_step(ms, self._decided, speculating=speculating, requests=self._decoding)
+            decided = self._decided - self._decided_for_crowds
+            self.stats.add_step(ms, decided, speculating=speculating, requests=self._decoding)
 
     def learn(self, learnt: LearntSteps) -> None:
         """Measure whole steps from now on, which `learnt` knows from earlier runs."""
@@ -315,16 +327,28 @@ class Scheduler:
 
     def _plan(self, state: PipelineState) -> RowPlan:
         return plan_rows(
-            self.config, self.admission, self._policy, self.stats, state, mixes=self._decoding > 0
+            self.config,
+            self.admission,
+            self._policy,
+            self.stats,
+            state,
+            mixes=self._mixes,
+            crowds=self._crowds,
         )
+
+    def _in_crowd(self, sequence: Sequence) -> bool:
+        return sequence.request.tenant in self._crowds
 
     def _expansion(
         self, sequences: Iterable[Sequence], state: PipelineState
     ) -> ProposalBatch | None:
-        """The draft round that the policy wants of these."""
+        """The draft round that the policy wants of these, in which crowds have a share."""
         select = self._policy.select_to_expand
         wanted = [(each, select(each.tree, each.policy_state(state))) for each in sequences]
-        return plan_expansion(wanted, self._policy, self._budget)
+        crowded = [pair for pair in wanted if self._in_crowd(pair[0])]
+        wanted = [pair for pair in wanted if not self._in_crowd(pair[0])]
+        most = rows_for_drafts(self._crowds, self._answers, self._policy, state.num_stages)
+        return plan_expansion(wanted, self._policy, self._budget, crowded, most)
 
     def _urgent_expansion(self, plan: RowPlan) -> ProposalBatch | None:
         """The draft round for which the roots that are not in the plan wait."""

@@ -91,7 +91,7 @@ class StepStats:
         self._target_rows = 1
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
         self._offered = np.zeros((4, max_rows))
-        self._fed = Ema()
+        self._fed, self._fed_per_answer = Ema(), Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=max(num_stages, MOST_IN_FLIGHT))
         self.without_prompts = Ema()  # ms per step without rows of prompts
@@ -245,6 +245,16 @@ class StepStats:
         # A new array: states hold the old one.
         self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
         self._drafting.add(self._now.drafted_ms)
+
+    @property
+    def rows_per_answer(self) -> float:
+        """Of each answer in a batch with rows of answers."""
+        return self._fed_per_answer.value or 1.0
+
+    def add_answers(self, rows: int, answers: int) -> None:
+        """A batch has so many rows of so many answers, those of crowds left out."""
+        if rows:
+            self._fed_per_answer.add(rows / answers)
 
     def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
         self._in_flight.append((rows, prompt_rows))

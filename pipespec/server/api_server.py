@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -17,16 +16,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipespec.client.async_client import attach
 from pipespec.client.registry import RunningCluster
-from pipespec.errors import ConfigError, PipespecError, print_error
+from pipespec.errors import PipespecError, print_error
 from pipespec.server.app import make_app, make_loading_app
 from pipespec.server.http_protocol import protocol_factory
+from pipespec.server.listener import connection_capacity
 from pipespec.server.middleware import RequestIds
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.preparation import PreparationPool
 from pipespec.system.end_signals import first_signal, say_ending
 from pipespec.system.exit_codes import OutputClosedError
-from pipespec.system.network_interfaces import address_infos
 
 # How long clients may take to read the error that ends their requests at shutdown.
 SHUTDOWN_NOTICE_S = 2.0
@@ -36,60 +35,9 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_S = 0.001
 # How often the server checks whether the cluster is ready, and whether its launcher lives.
 WATCH_S = 0.1
-# File descriptors for all else: Redis, workers, files of the page, dashboards.
-RESERVED_DESCRIPTORS = 64
-# A server with fewer connections is of no use; with these it needs so many open files.
-MIN_CONNECTIONS = 16
-MIN_FILES = 108
-# How many open files a process asks for at most where nothing limits it.
-MAX_FILES = 2**20
-# Connections that may wait to be accepted.
-BACKLOG = 2048
-
 # Finds the cluster that a server serves: None while it loads. The server ends with a PipespecError
 # from here.
 ClusterWatch = Callable[[], RunningCluster | None]
-
-
-def bind_listener(host: str, port: int) -> socket.socket:
-    """A socket for requests, which does not listen yet. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = address_infos(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with ExitStack() as unless_bound:
-            listener = unless_bound.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            unless_bound.pop_all()
-    except OSError as error:
-        raise ConfigError(
-            f"Nothing can listen at {host!r}, port {port} ({error.strerror}); choose another "
-            "--host or --port."
-        ) from None
-    return listener
-
-
-def connection_capacity(wanted: int) -> tuple[int, int]:
-    """How many of `wanted` connections this process can hold, and how many more may wait to be
-    accepted. Raises its limit of open files for them as far as possible; ConfigError if that is too
-    low for a server."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else hard
-    needed = min(wanted + BACKLOG + RESERVED_DESCRIPTORS, most)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        soft = needed
-    if soft == resource.RLIM_INFINITY:
-        return wanted, BACKLOG
-    backlog = min(BACKLOG, soft // 4)
-    capacity = min(wanted, soft - backlog - RESERVED_DESCRIPTORS)
-    if capacity < min(wanted, MIN_CONNECTIONS):
-        raise ConfigError(
-            f"This process may open {soft} files, but a server needs {MIN_FILES} at least; raise "
-            "the limit (ulimit -n)."
-        )
-    return capacity, backlog
 
 
 async def run_api_server(

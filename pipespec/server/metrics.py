@@ -168,7 +168,7 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
         seconds = {n: ns * 1e-9 for n, ns in _by_number(status, f"{name}_ns").items()}
         yield _labelled(f"stage_{name}_seconds", text, "stage", seconds)
     faults = {str(kind): status.faults.get(kind, 0) for kind in FaultKind}
-    yield _labelled("faults", "Epochs ended by a fault, by its kind", "kind", faults)
+    yield _labelled("faults", "Faults, by their kind; a lost host is one", "kind", faults)
     for name, text, count, ns in (
         ("recovery", "From a fault until all ranks joined", RECOVERIES, RECOVERY_NS),
         ("resumption", "From a fault to the next token", RESUMPTIONS, RESUMPTION_NS),

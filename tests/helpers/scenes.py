@@ -14,7 +14,8 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
-from pipespec.server.api_server import ClusterWatch, bind_listener, run_api_server
+from pipespec.server.api_server import ClusterWatch, run_api_server
+from pipespec.server.listener import bind_listener
 from pipespec.server.options import ServerOptions
 from tests.helpers import dialects
 from tests.helpers.log import accept, head_of, take

@@ -99,6 +99,7 @@ def test_texts_stay_the_same_while_a_host_joins_and_leaves(
     assert host.wait() == 0
     status = cluster.status()
     assert (status.epoch, status.joined, status.faults) == (3, 3, {})
+    assert not [line for line in cluster.up.lines if "lost" in line]  # both changes were wanted
 
 
 @pytest.mark.long

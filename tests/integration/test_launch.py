@@ -23,7 +23,7 @@ from torch.distributed import FileStore
 from pipespec.cluster.processes.agent import AgentSetup
 from pipespec.cluster.processes.forked_workers import WorkerJob
 from pipespec.cluster.processes.worker_group import WorkerGroup
-from pipespec.config.hosts import this_machine
+from pipespec.config.hosts import own_name, this_machine
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
 from pipespec.system.versions import own_version
@@ -213,7 +213,7 @@ def test_the_death_of_what_started_them_ends_the_ranks(meeting, place):
 
 
 def test_results_of_a_rank_that_a_signal_ends_are_not_waited_for():
-    with pytest.raises(RankFailed, match="local/0 was ended: SIGKILL"):
+    with pytest.raises(RankFailed, match=f"{own_name()}/0 was ended: SIGKILL"):
         results_of(end_with_a_signal, (), num_ranks=1)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from pipespec.client.local_cluster import Running
 from pipespec.config.compose import compose
+from pipespec.config.hosts import own_name
 from pipespec.controller import embedded_redis
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
@@ -258,7 +259,7 @@ def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
 ):
     """A rank is killed again as soon as it is there, with or without a request to decode."""
     with (  # noqa: PT012 - the block is the point
-        pytest.raises(RankFailed, match=r"local/1.*without a new token"),
+        pytest.raises(RankFailed, match=rf"{own_name()}/1.*without a new token"),
         clusters.last(*settings) as running,
     ):
         if asked:
@@ -270,7 +271,7 @@ def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
             # A Redis that is slow to answer is started again.
             url, namespace = running.cluster.url, running.cluster.namespace
             with suppress(Unreachable), Membership(url, namespace) as shared:
-                pid = shared.alive(["local/1"]).get("local/1", seen)
+                pid = shared.alive([f"{own_name()}/1"]).get(f"{own_name()}/1", seen)
             if pid != seen:
                 os.kill(pid, signal.SIGKILL)
                 seen = pid

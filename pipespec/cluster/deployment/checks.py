@@ -49,6 +49,12 @@ def check_groups(deployment: Deployment) -> None:
         deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
 
 
+def require_fit(deployment: Deployment) -> None:
+    """Raise ModelError unless the classes of the models accept the headers of their files."""
+    for _, info in deployment.models:
+        info.require_fit()
+
+
 def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
     model, local = deployment.config.model, deployment.local_workers

@@ -33,9 +33,8 @@ class Deployment:
     for. `shared`: what hosts call the models that they can get from the hub or from one another;
     `fetched`: the hosts have the weights that they compute in the first epoch. `open_to` is the
     address of this machine at which hosts may join while the cluster runs; None: none may. `joined`
-    are those of the `hosts` that have, and `changes` counts how often one has joined or left.
-    `stage_devices` are those of the first layout, which decided the dtypes; none: this is the first
-    layout."""
+    are those of the `hosts` that have. `stage_devices` are those of the first layout, which decided
+    the dtypes; none: this is the first layout."""
 
     config: Config
     target: CheckpointInfo
@@ -51,7 +50,6 @@ class Deployment:
     fetched: bool = False
     open_to: str | None = None
     joined: tuple[Host, ...] = ()
-    changes: int = 0
     stage_devices: tuple[str, ...] = ()
 
     @property
@@ -129,7 +127,7 @@ class Deployment:
         placement = placement or self.placement
         workers = placement.workers_by_rank
         followers = tuple(map(self.followers_of, workers))
-        return RankAssignment(workers, placement.layers, followers, self.joined, self.changes)
+        return RankAssignment(workers, placement.layers, followers, self.joined)
 
     def knowing(self, joined: Sequence[Host]) -> Deployment:
         """The same with hosts that have joined in place of all that had before."""

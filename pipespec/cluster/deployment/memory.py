@@ -39,7 +39,7 @@ SLOT_BYTES = 8  # in the list of free slots
 FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
 
 REMEDIES = {
-    WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
+    WEIGHTS: "use more hosts or devices, or a smaller model",
     "model.context": "lower model.context",
     "model.kv_memory": "lower model.kv_memory",
     "policy.width": "lower policy.width",

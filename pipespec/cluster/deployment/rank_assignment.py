@@ -16,15 +16,13 @@ from pipespec.transport.transport_settings import YES
 class RankAssignment:
     """The worker of each rank in an epoch, the head's first, and the layers of each stage, from
     rank 1 on; sent as JSON. `followers` are those that compute each rank with it; empty: none has
-    any. `joined` are hosts that came after the cluster began, which older workers do not know, and
-    `changes` counts the epochs that began because a host joined or left, and not for a fault.
+    any. `joined` are hosts that came after the cluster began, which older workers do not know.
     `others`: the workers without a rank then, for who looks at the cluster."""
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
     followers: tuple[tuple[str, ...], ...] = ()
     joined: tuple[Host, ...] = ()
-    changes: int = 0
     others: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -56,7 +54,6 @@ class RankAssignment:
                 "layers": [[part.start, part.stop] for part in self.layers],
                 "followers": self.followers,
                 "joined": [asdict(host) for host in self.joined],
-                "changes": self.changes,
                 "others": self.others,
             }
         )
@@ -71,7 +68,7 @@ class RankAssignment:
             for each in found["joined"]
         )
         others = tuple(found.get("others", ()))
-        return cls(tuple(found["workers"]), layers, followers, joined, found["changes"], others)
+        return cls(tuple(found["workers"]), layers, followers, joined, others)
 
 
 class WeightsPending(Exception):

@@ -31,7 +31,6 @@ from pipespec.cluster.host_link.connection import CIPHERS, QUIET, HostClient, re
 from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
-from pipespec.config.hosts import LOCAL
 from pipespec.errors import ConfigError
 from pipespec.system.files import private_folder
 from pipespec.system.network_interfaces import resolve
@@ -66,7 +65,7 @@ class JoinServer:
     ) -> None:
         self._invitations, self._look_after = Invitations(clock), look_after
         self._key = asyncssh.generate_private_key(KEY)
-        self._taken = {LOCAL, *taken}  # that is what this machine is called without a hosts file
+        self._taken = set(taken)
         self._sessions: dict[bytes, HostSession] = {}  # by the fingerprints of their keys
         self._lock = threading.Lock()
         self.unproven: set[HostClient] = set()

@@ -275,8 +275,7 @@ def without_host(before: Deployment, host: Host) -> Deployment:
 
 
 def _changed(before: Deployment, joined: Iterable[Host], placement: Placement) -> Deployment:
-    known = replace(before.knowing(tuple(joined)), changes=before.changes + 1)
-    return known.laid_out(placement)
+    return before.knowing(tuple(joined)).laid_out(placement)
 
 
 def _ranks_of(deployment: Deployment, host: Host) -> str:

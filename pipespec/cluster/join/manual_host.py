@@ -120,6 +120,7 @@ def join_cluster(path: str, host: Host, invitation: Invitation) -> None:
     choose_interface(host.address, host.interface)
 
     from pipespec.cluster.decide import decide
+    from pipespec.cluster.deployment.checks import require_fit
     from pipespec.cluster.deployment.deployment import ControllerAddress
     from pipespec.cluster.ranks.worker import run_worker
     from pipespec.config.compose import compose
@@ -127,6 +128,7 @@ def join_cluster(path: str, host: Host, invitation: Invitation) -> None:
     named = ("cluster=", "cluster.hosts=")  # the launcher's own path of the file
     settings = [text for text in invitation.overrides if not text.startswith(named)]
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
+    require_fit(deployment)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
     run_worker(deployment, where)
 

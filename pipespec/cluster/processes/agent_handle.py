@@ -9,7 +9,6 @@ import pickle
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.processes.forked_workers import WorkerJob, how_it_ended, last_line
-from pipespec.config.hosts import LOCAL, Host
+from pipespec.config.hosts import Host
 from pipespec.system.files import PREFIX
 from pipespec.system.versions import own_version
 
@@ -120,10 +119,6 @@ class AgentHandle:
         )
         self._write(f"{own_version()}\n".encode() + pickle.dumps(setup))
 
-    @property
-    def display_name(self) -> str:
-        return socket.gethostname() if self.host.name == LOCAL else self.host.name
-
     def start_workers(self, job: WorkerJob, on_log: Callable[[str, str], None] | None) -> None:
         self._on_log = on_log
         with self._changing:
@@ -209,7 +204,7 @@ class AgentHandle:
             self._end_processes()
             return self._ending()
         if "refused" in self._result:
-            return f"{self.display_name}: {self._result['refused']}"
+            return f"{self.host.name}: {self._result['refused']}"
         return str(self._result["failed"])
 
     def close_stdin(self) -> None:
@@ -257,7 +252,7 @@ class AgentHandle:
         self._refused = True
         if reason != self._refusal:
             self._refusal = reason
-            log.warning("%s cannot start again: %s", self.display_name, reason)
+            log.warning("%s cannot start again: %s", self.host.name, reason)
 
     def _send_signs_of_life(self, agent: programs.Program) -> None:
         stdin = agent.stdin
@@ -300,6 +295,4 @@ class AgentHandle:
         if not self.host.local:
             return str(programs.failure(self.host, AGENT, self._agent.wait(), output))
         ended = how_it_ended(self._agent.wait())
-        return (
-            f"the launcher of the ranks on host {self.display_name} ({ended}): {last_line(output)}"
-        )
+        return f"the launcher of the ranks on host {self.host.name} ({ended}): {last_line(output)}"

@@ -38,8 +38,10 @@ class FaultStats:
     """Counts of faults, recoveries and resumptions, on top of those that are `known`. Callers pass
     the time, in seconds. A fault is counted once all ranks have joined again, or when the next
     fault happens: a broken link is often reported before the end of the worker that held it
-    (`reclassify`). A *recovery* lasts from the first fault until all ranks have joined, and if
-    requests were running then, a *resumption* until any of them has a new token."""
+    (`reclassify`). That a lost worker stays away is no other fault than its loss.
+
+    A *recovery* lasts from the first fault until all ranks have joined, and if requests were
+    running then, a *resumption* until any of them has a new token."""
 
     def __init__(self, known: Mapping[str, int]):
         own = {RECOVERIES, RESUMPTIONS, RECOVERY_NS, RESUMPTION_NS}
@@ -52,7 +54,8 @@ class FaultStats:
         self._silent_since = 0.0
 
     def record_fault(self, fault: Fault) -> None:
-        self._count()
+        if fault.kind is not FaultKind.STAYED_AWAY:
+            self._count()
         self.faults.append(fault)
         self._counted = False
         if self._down_since is None:

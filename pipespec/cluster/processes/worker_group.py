@@ -20,7 +20,7 @@ from typing import Any
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
 from pipespec.cluster.processes.forked_workers import WorkerJob
-from pipespec.config.hosts import LOCAL, Host
+from pipespec.config.hosts import Host, own_name
 from pipespec.errors import HostFailed, RankFailed
 
 # Modules that almost every rank needs and that take longest to import.
@@ -103,7 +103,7 @@ class WorkerGroup:
             titles = _titles(host.host)
             logs = on_log is not None
             host.start_workers(
-                WorkerJob(entrypoint, packed, names, titles, host.display_name, logs),
+                WorkerJob(entrypoint, packed, names, titles, host.host.name, logs),
                 on_log,
             )
 
@@ -171,7 +171,7 @@ class WorkerGroup:
 
 def _titles(host: Host) -> tuple[str, ...]:
     """The names of the workers in messages: on one machine a worker is a rank."""
-    if host.name == LOCAL:
+    if host.local and host.name == own_name():
         return tuple(
             f"rank {rank}" if worker == group[0] else f"a follower of rank {rank}"
             for rank, group in enumerate(host.members.values())

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp
 from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.plan import on_this_host, parts_of_rank
 from pipespec.controller.lua_scripts import ScriptsLost
-from pipespec.controller.membership import Membership
+from pipespec.controller.membership import Epoch, Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.ggml import compute
@@ -34,7 +34,7 @@ from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.tensor_parallel.tp_member import follow_tp_leader, leading_tp_group
-from pipespec.errors import RankFailed, StaleEpoch, Unreachable
+from pipespec.errors import ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import MOST_IN_FLIGHT
@@ -114,8 +114,22 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 run_rank(held, weights, mid_weights)
                 return
             except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
-                log.info("epoch %d ended: %s", number, error)
                 heartbeat.suspect(number, str(error))
+                following = None
+                with suppress(ControllerError):  # else the loop raises it
+                    following = heartbeat.next(number)
+                log.info("epoch %d ended: %s", number, why_ended(error, assignment, following))
+
+
+def why_ended(error: Exception, assignment: RankAssignment, following: Epoch | None) -> str:
+    """Why an epoch with this assignment ended for a rank that met an error: a neighbour that has
+    left for the next epoch, `following`, looks like a link that broke."""
+    if following is None:
+        return str(error)
+    if not following.assignment:
+        return "the cluster ends"
+    changed = RankAssignment.decode(following.assignment).joined != assignment.joined
+    return "the ranks change their layers" if changed else str(error)
 
 
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:

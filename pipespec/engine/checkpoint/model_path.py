@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.partial_checkpoint import open_repository
 from pipespec.engine.checkpoint.parts import folder as parts_folder
+from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.sources import HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
@@ -80,30 +81,41 @@ def resolve_config(model: str | Path) -> Path:
     if named is None or named[1] is not None:
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
+    cached = parts_folder.cached_file(named[0], "main", "config.json")
+    revision = _revision(HubSource(named[0]), None if cached is None else Path(cached))
+    if isinstance(revision, Path):
+        return revision
     try:
-        return Path(hf_hub_download(named[0], "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(hf_hub_download(named[0], "config.json", revision=revision.commit))
+    except (HfHubHTTPError, OSError) as error:
         raise ModelError(
-            f"there is no model folder {model!r} and the hub could not provide a model of that "
-            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
-            "network and your access"
+            f"the hub did not send the config.json of {model!r} ({type(error).__name__}); check "
+            "the name and the network, or give an existing folder"
         ) from error
 
 
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
-    source, here = HubSource(hub_id), parts_folder.known_model(hub_id, file)
+    source = HubSource(hub_id)
+    revision = _revision(source, parts_folder.known_model(hub_id, file))
+    if isinstance(revision, Path):
+        return revision
+    cached = parts_folder.cached_model(hub_id, revision.commit, file)
+    return cached or open_repository(source, revision, file)
+
+
+def _revision(source: HubSource, here: Path | None) -> Repository | Path:
+    """What the hub has of a model, or the copy that is `here` if the hub cannot be asked. Raises
+    ModelError."""
     try:
         # Somebody waits, perhaps with a wrong name; with a copy here, one try is enough.
-        revision = source.revision(max_tries=2 if here is None else 1)
+        return source.revision(max_tries=2 if here is None else 1)
     except Unavailable as error:
         if here is not None:
             return here
         raise ModelError(
-            f"there is no model folder {hub_id!r} and the hub could not be asked for a model of "
-            f"that name: {error}; or correct the name, or give an existing folder"
+            f"there is no model folder {source.repo!r} and the hub could not be asked for a model "
+            f"of that name: {error}; or correct the name, or give an existing folder"
         ) from error
-    cached = parts_folder.cached_model(hub_id, revision.commit, file)
-    return cached or open_repository(source, revision, file)

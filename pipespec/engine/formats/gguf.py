@@ -166,6 +166,20 @@ class GgufFiles:
             for name, (names, shape, *rest) in self._header.tensors.items()
         }
 
+    def least_bytes(self) -> int:
+        """Bytes of the layers' weights of few bits, which a CPU holds in no fewer; it is known
+        without Transformers. Raises ModelError, also for a tokenizer that is not read."""
+        self.require_tokenizer()
+        architecture_of(self.places)
+        require_types(self.places)
+        if self.places.field("nextn_predict_layers"):  # these layers are not decoded
+            return 0
+        return sum(
+            place.stop - place.start
+            for name, place in self.places.tensors.items()
+            if name.startswith("blk.") and self._type(name)[0].name not in PLAIN_KINDS
+        )
+
     def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
         names = self._stored if parts is None else needed(self._stored, parts)
         return {name: Tensor.of(self._stored[name].shape, "F32") for name in names}

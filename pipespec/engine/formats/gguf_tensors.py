@@ -12,6 +12,7 @@ from pipespec.engine.formats.gguf_file import GgufFile
 from pipespec.engine.formats.gguf_metadata import ROPE_FACTORS, not_valid
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.errors import ModelError
+from pipespec.system.silence_warnings import silence_warnings
 
 if TYPE_CHECKING:  # headers are read without it
     import numpy as np
@@ -111,7 +112,7 @@ def names_of(file: GgufFile, architecture: GgufArchitecture, config: Any) -> dic
     known = get_tensor_name_map(of_kind, layers)
     shapes = file.shapes
     try:
-        with torch.device("meta"):
+        with silence_warnings(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # model code may raise anything for invalid values
         raise not_valid(file, error) from error

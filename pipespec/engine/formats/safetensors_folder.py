@@ -42,7 +42,7 @@ from pipespec.engine.formats.stored import (
 )
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
-from pipespec.system.validation import Unreadable, parse_json, read_text, reason, typed
+from pipespec.system.validation import Unreadable, parse_json, read_text, reason, shown, typed
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
@@ -61,6 +61,8 @@ SETTINGS_FILES = (
     "chat_template*.jinja",
     "additional_chat_templates/*.jinja",
 )
+# The models of the package `tokenizers`, which guesses where a file names none.
+TOKENIZER_KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 FOREIGN = "correct it, or fetch the checkpoint again"
 
 
@@ -242,6 +244,14 @@ class SafetensorsFolder:
                 raise self.tokenizer_refused(str(error)) from None
             if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
                 raise self.tokenizer_refused("it states no model")
+            if (kind := found["model"].get("type")) not in (None, *TOKENIZER_KINDS):
+                raise self.tokenizer_refused(f"its type {shown(kind)} is not known")
+
+    def least_bytes(self) -> int:
+        """As of `GgufFiles`; plain weights may be mapped."""
+        _ = self.raw  # which refuses an architecture that is not supported
+        self.require_tokenizer()
+        return 0
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):

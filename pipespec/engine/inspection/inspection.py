@@ -242,6 +242,13 @@ class CheckpointInfo(ModelFacts):
                 f"{self.path} has others; choose another {name}"
             )
 
+    def require_fit(self) -> None:
+        """Raise ModelError unless the model's own class accepts the headers of the files."""
+        files = open_files(self.path)
+        if not files.by_package:
+            # Some quantisers store a bias of zeros where a model has none.
+            require_fit(files, files.headers(), strict=self.storage.dequantized_from is None)
+
     def require_quantizer(self, name: str, quantization: str | None) -> None:
         """Raise ModelError unless this machine has the packages that this takes."""
         if self.storage.quantization is not None:
@@ -250,11 +257,12 @@ class CheckpointInfo(ModelFacts):
             require_package(QUANTIZATIONS[quantization].package, f"{name}={quantization}")
 
 
-def inspect(model: str | Path) -> CheckpointInfo:
+def inspect(model: str | Path, *, fit: bool = True) -> CheckpointInfo:
     """Read config and headers of a checkpoint: a folder, a GGUF file, or the id of a model on the
     Hugging Face Hub, which is downloaded into the hub's cache unless it is there.
 
-    Raises ModelError, in one sentence, for anything that would prevent loading.
+    Raises ModelError, in one sentence, for anything that would prevent loading; without `fit`, all
+    but what `CheckpointInfo.require_fit` finds, which imports torch.
     """
     files = open_files(path := resolve(model))
     raw, tensors = files.raw, files.headers()
@@ -278,10 +286,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     vocab_size, eos = embedding.shape[0], files.eos(config.eos)
     check_eos(path, eos, config.usual_eos, vocab_size)
     mask_token, parallel_tokens = parallel_draft(path, raw)
-    if plain:
-        # Some quantisers store a bias of zeros where a model has none.
-        require_fit(files, tensors, strict=storage.dequantized_from is None)
-    return CheckpointInfo(
+    info = CheckpointInfo(
         **{each.name: getattr(config, each.name) for each in fields(ModelFacts)},
         path=path,
         model_type=str(raw.get("model_type")),
@@ -294,6 +299,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
     )
+    if fit:
+        info.require_fit()
+    return info
 
 
 def _measure(

@@ -1,14 +1,18 @@
-"""Reads a model's config, with the defaults of its class in Transformers."""
+"""Reads a model's config, with the defaults of its class in Transformers. As a program, for
+`read_config` alone, it caches that of the model at a path, without importing torch."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import StoredFiles
+from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
 from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.formats.rotary import reach
 from pipespec.engine.formats.safetensors_headers import read_json
@@ -19,7 +23,8 @@ from pipespec.engine.recurrence.state_sizes import (
     recurrent_sizes,
 )
 from pipespec.engine.tensor_parallel.tp_cuts import has_plan
-from pipespec.system.result_cache import cached_call
+from pipespec.errors import ModelError
+from pipespec.system.result_cache import cached_call, load_cached
 
 # The version of cached facts: increase it when `_by_transformers` changes its result.
 FORM = 3
@@ -69,7 +74,8 @@ class StoredConfig(ModelFacts):
 
 def read_config(files: StoredFiles, raw: Mapping[str, Any]) -> StoredConfig:
     """The config as Transformers reads it from `raw`; cached, as importing Transformers takes
-    seconds."""
+    seconds. Most of them are torch's, which configs do not need, so that a process without torch
+    has another one read it."""
     settings = files.path / "tokenizer_config.json"
     claimed = None
     if '"linear"' in json.dumps(raw) and settings.is_file():  # else it changes nothing
@@ -81,6 +87,11 @@ def read_config(files: StoredFiles, raw: Mapping[str, Any]) -> StoredConfig:
         "transformers": importlib.metadata.version("transformers"),
         "form": FORM,
     }
+    if "torch" not in sys.modules and load_cached("configs", depends) is None:
+        words = [sys.executable, "-m", __name__, str(files.path)]
+        ended = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace")
+        if ended.returncode == ModelError.exit_code:
+            raise ModelError(ended.stdout)
     return cached_call("configs", StoredConfig, depends, _by_transformers, files, claimed)
 
 
@@ -139,3 +150,19 @@ def _kv_heads(config: Any) -> int:
         return int(config.num_attention_heads)
     grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
     return int(grouped or config.num_attention_heads)
+
+
+def main() -> int:
+    """Cache the config of the model at the path in `sys.argv`; a refusal goes to stdout."""
+    sys.modules["torch"] = None  # type: ignore[assignment] # as if it were not installed
+    files = open_files(Path(sys.argv[1]))
+    try:
+        read_config(files, files.raw)
+    except ModelError as error:
+        sys.stdout.write(str(error))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,7 +65,7 @@ class Accuracy:
         check_whole("The last rank of the accuracy curve", ranks[-1], 1, MAX_RANK)
         if hits != sorted(hits) or not 0 < hits[0] <= hits[-1] <= 1:
             raise ConfigError(
-                f"The accuracy curve has the hit rates {hits}, but must rise from above 0 to at "
+                f"The accuracy curve has the shares {hits}, but must rise from above 0 to at "
                 "most 1."
             )
         if not 0 <= self.spread < 1:

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
+from pipespec.config.hosts import own_name
 from pipespec.controller.log_records import entries_of
 from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import RedisConnection
@@ -156,7 +157,7 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
         kind, _, part = name.partition("/")
         if part.endswith("_total"):
             value = told[kind, labels({})] / told[part, labels({})]
-        elif kind == "hit-rate":
+        elif kind == "acceptance-rate":
             depth = labels({"depth": part})
             value = told.get(("draft_hits_total", depth), 0) / told["draft_rows_total", depth]
         else:
@@ -164,7 +165,7 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
         assert float(shown) == pytest.approx(value), name
     cards = view.page.locator("#stages li").all_inner_texts()
     assert [card.split("\n")[0] for card in cards] == ["Head", "Stage 1", "Stage 2"]
-    assert all("local" in card and "cpu" in card for card in cards)
+    assert all(own_name() in card and "cpu" in card for card in cards)
     assert "layers 0-" in cards[1]
 
 
@@ -349,7 +350,7 @@ def test_page_shows_a_new_epoch_and_continues(
         view.page.wait_for_selector("#requests .watch").click()
         view.page.wait_for_selector("#tree svg")
         with Membership(running.url, running.namespace) as shared:
-            (pid,) = shared.alive(["local/1"]).values()
+            (pid,) = shared.alive([f"{own_name()}/1"]).values()
         os.kill(pid, signal.SIGKILL)
         view.wait("document.querySelector('#log').textContent.includes('began')")
         until(lambda: server.metric("pipespec_epoch") > epoch)

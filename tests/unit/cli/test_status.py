@@ -9,7 +9,7 @@ from pipespec.controller.cluster_status import ClusterStatus
 
 def test_every_process_is_listed_with_what_it_does() -> None:
     assigned = RankAssignment(
-        ("local/0", "b/0", "b/1", "c/0", "d/0"),
+        ("a/0", "b/0", "b/1", "c/0", "d/0"),
         (range(4), range(4, 6), range(6, 7), range(7, 8)),
         followers=((), ("b/2",), (), (), ()),
         others=("e/0", "f/0"),
@@ -22,10 +22,10 @@ def test_every_process_is_listed_with_what_it_does() -> None:
         followers={"b/2": 13},
     )
     seen = RankAssignment.decode(assigned.encode())
-    found = processes(status, seen, {"local/0", "b/0", "b/2", "c/0", "e/0"}, "here", "auto")
+    found = processes(status, seen, {"a/0", "b/0", "b/2", "c/0", "e/0"}, "auto")
     names = ("host", "rank", "pid", "state", "link", "layers", "attention")
     assert [tuple(each.get(name) for name in names) for each in found] == [
-        ("here", 0, 10, "computes", None, None, None),
+        ("a", 0, 10, "computes", None, None, None),
         ("b", 1, 11, "computes", "sealed", [0, 3], "sdpa"),
         ("b", 1, 13, "computes", "sealed", [0, 3], "sdpa"),
         ("b", 2, 12, "silent", "local", [4, 5], None),

@@ -30,6 +30,7 @@ from pipespec.client.registry import (
     find,
     held,
     left,
+    noting_joined,
     publish,
     serving,
 )
@@ -380,3 +381,40 @@ def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password()
     loading = report(registry.Entry("lab", silent.owner, None), now=160.0)
     assert loading == {"name": "lab", "pid": silent.owner.pid, "state": "loading"}
     assert "secret" in json.dumps(asdict(silent))
+
+
+def test_a_host_that_has_joined_says_which_cluster_and_what_it_computes(
+    capsys: pytest.CaptureFixture[str], state: Path
+) -> None:
+    with noting_joined("10.0.0.1:5000", "beta") as note:
+        note("it computes layers 9 to 15 (rank 2)")
+        said = (
+            f"This host has joined the cluster of 10.0.0.1:5000 as 'beta' (process {os.getpid()}): "
+            "it computes layers 9 to 15 (rank 2). `pipespec status` and `pipespec logs` on the "
+            "host that started it say more."
+        )
+        assert main(["status"]) == 0
+        assert capsys.readouterr().out == f"{said}\n"
+        assert main(["status", "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["joined"]
+        assert (found["name"], found["launcher"]) == ("beta", "10.0.0.1:5000")
+        for command in (["logs"], ["status", "lab"]):
+            assert main(command) == 2
+            assert said in capsys.readouterr().err
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == "No cluster is up.\n"
+    with noting_joined("10.0.0.1:5000", "beta"):
+        (file,) = state.glob("*.joined")
+        left = json.loads(file.read_text())
+        gone = {**left, "owner": {**left["owner"], "created": 0.0}}
+        file.write_text(json.dumps(gone))  # of a process that was killed
+        assert registry.joined() == []
+
+
+def test_a_host_joins_where_nothing_can_be_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with noting_joined("10.0.0.1:5000", "beta") as note:
+        note("it is measured")

@@ -10,7 +10,8 @@ import pytest
 
 from pipespec.client.registry import RunningCluster
 from pipespec.errors import ConfigError
-from pipespec.server.api_server import bind_listener, run_api_server
+from pipespec.server.api_server import run_api_server
+from pipespec.server.listener import bind_listener
 from pipespec.server.options import ServerOptions
 
 

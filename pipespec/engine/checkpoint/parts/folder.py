@@ -114,7 +114,7 @@ def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
         path = found.folder / name
         if path.is_symlink() and not path.exists():  # to a cache that has lost it
             path.unlink(missing_ok=True)
-        whole = _cached_file(found.repo, found.commit, name) if found.on_hub else None
+        whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
         if whole is not None and not path.exists():
             os.symlink(os.path.realpath(whole), path)
         made[name] = PartsFile.create(path, found.files[name].size)
@@ -140,7 +140,7 @@ def begun(folder: Path, file: str | None) -> Path | None:
     return folder / (names[0] if file else "") if names and here else None
 
 
-def _cached_file(repo: str, commit: str, name: str) -> str | None:
+def cached_file(repo: str, commit: str, name: str) -> str | None:
     """The path of a file that the cache of huggingface_hub holds whole, else None."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -151,7 +151,7 @@ def _cached_file(repo: str, commit: str, name: str) -> str | None:
 def cached_model(repo: str, revision: str, file: str | None = None) -> Path | None:
     """A model, or GGUF file, that the cache of huggingface_hub holds whole, None if it does not."""
     names = part_names(file) if file else ("config.json",)
-    found = [_cached_file(repo, revision, name) for name in names]
+    found = [cached_file(repo, revision, name) for name in names]
     if found[0] is None or None in found:
         return None
     path = Path(found[0])

@@ -1,4 +1,4 @@
-// The parts of the page that show figures: tiles, stages and links, latency, hit rates, faults.
+// The parts of the page that show figures: tiles, stages and links, latency, acceptance, faults.
 
 import { byId, count, decimal, figure, keep, make, refresh, seconds, share, show, write } from "./dom.js";
 import { explain } from "./glossary.js";
@@ -143,7 +143,7 @@ function hit(depth) {
     make("th", { scope: "row" }, depth),
     figure("td", "draft_rows_total", count, { depth }),
     figure("td", "draft_hits_total", count, { depth }),
-    make("td", {}, bar, make("span", { "data-derived": `hit-rate/${depth}` })),
+    make("td", {}, bar, make("span", { "data-derived": `acceptance-rate/${depth}` })),
   );
 }
 

@@ -20,13 +20,14 @@ from pipespec.cluster.deployment.checks import (
 from pipespec.cluster.deployment.deployment import Deployment, fit_context, own_address
 from pipespec.cluster.redis_setup import kept_model
 from pipespec.config.compose import compose
-from pipespec.config.hosts import Host
+from pipespec.config.hosts import Host, own_name
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import build
 
 DEMO = resource_dir("demo")
+HERE = own_name()
 
 
 def planned(*settings: str) -> Deployment:
@@ -182,10 +183,10 @@ def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch) -> None:
 def test_devices_name_those_of_a_stage_one_after_another() -> None:
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2"]
     deployment = decide(compose([*settings, "cluster.spares=1", "cluster.devices=[cpu]"]))
-    assert deployment.workers == ("local/0", "local/1", "local/3")
-    assert deployment.spares == ("local/5",)
-    found = [deployment.followers_of(f"local/{number}") for number in (0, 1, 3, 5)]
-    assert found == [(), ("local/2",), ("local/4",), ("local/6",)]
+    assert deployment.workers == (f"{HERE}/0", f"{HERE}/1", f"{HERE}/3")
+    assert deployment.spares == (f"{HERE}/5",)
+    found = [deployment.followers_of(f"{HERE}/{number}") for number in (0, 1, 3, 5)]
+    assert found == [(), (f"{HERE}/2",), (f"{HERE}/4",), (f"{HERE}/6",)]
     with pytest.raises(
         ConfigError, match=r"or 5 \(the head, then 2 stages, of 1 and 2 devices each\)"
     ):
@@ -209,19 +210,20 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
 def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
     settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=2", "cluster.devices=[cpu]"]
     deployment = decide(compose(settings))
-    assert deployment.workers == ("local/0", "local/2") and deployment.sizes == (2, 1)
-    assert deployment.followers_of("local/0") == ("local/1",)
+    assert deployment.workers == (f"{HERE}/0", f"{HERE}/2")
+    assert deployment.sizes == (2, 1)
+    assert deployment.followers_of(f"{HERE}/0") == (f"{HERE}/1",)
     with pytest.raises(ConfigError, match="its proposer has no draft model"):
         decide(compose([*settings, "proposer=suffix"]))
 
 
-@pytest.mark.parametrize("lost", ["local/3", "local/4"])
+@pytest.mark.parametrize("lost", [f"{HERE}/3", f"{HERE}/4"])
 def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -> None:
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
     deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
     found = deployment.assignment(deployment.without({lost}))
-    assert found.workers == ("local/0", "local/1", "local/5")
-    assert found.followers == ((), ("local/2",), ("local/6",))
+    assert found.workers == (f"{HERE}/0", f"{HERE}/1", f"{HERE}/5")
+    assert found.followers == ((), (f"{HERE}/2",), (f"{HERE}/6",))
 
 
 # --- the address of this machine towards its hosts ---------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.decide import decide
+from pipespec.cluster.decide import decide, require_room
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.memory import (
     SLOT_BYTES,
@@ -28,11 +29,12 @@ from pipespec.cluster.deployment.memory import (
 from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.measurements import num_slots
 from pipespec.system.liveness import progress
-from tests.helpers import models
+from tests.helpers import few_bits, models
 
 
 def planned(*settings: str) -> Deployment:
@@ -182,10 +184,26 @@ def test_weights_that_do_not_fit_name_the_first_setting_with_which_they_do() -> 
     for room, remedy in (
         (enough, "set model.dtype=bfloat16, with which they fit"),
         (enough - 1, "set model.quantization=nf4, with which they fit"),
-        (0, "use more hosts or devices, a smaller model, or model.quantization"),
+        (0, "use more hosts or devices, or a smaller model"),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"free; {remedy}.")):
             require_memory(plain, [1], lambda device, room=room: room)
+
+
+def test_files_of_few_bits_that_are_too_large_are_refused_without_reading_their_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = few_bits.make(tmp_path, "Q4_0", "llama", hidden_size=64)
+    config = compose([f"model.target={path}", "proposer=suffix", "cluster.stages=1"])
+    deployment = decide(config)
+    held = sum(each.num_bytes for each in deployment.target.storage.kept_layers)
+    least = open_files(path).least_bytes()
+    assert 0 < least <= held <= required_bytes(deployment, 1)[WEIGHTS]
+    monkeypatch.setattr("pipespec.engine.formats.gguf.GgufFiles._read", None)
+    for free, refused in ((least, False), (least - 1, True)):
+        monkeypatch.setattr("pipespec.cluster.decide.free_bytes", lambda _, free=free: free)
+        with pytest.raises(ConfigError, match="GiB on cpu") if refused else nullcontext():
+            require_room(config)
 
 
 def test_device_of_a_hosts_file_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_follower_is_a_member_of_the_rank_of_its_leader() -> None:
 )
 def test_decoding_inverts_encoding(workers: tuple[str, ...], layers: tuple[range, ...]) -> None:
     host = Host("beta", "10.0.0.2", f"{JOINED}/run/socket", devices=("cuda:0", "cuda:1"))
-    assignment = RankAssignment(workers, layers, joined=(host,), changes=2)
+    assignment = RankAssignment(workers, layers, joined=(host,))
     decoded = RankAssignment.decode(assignment.encode())
     assert decoded == assignment
     assert [decoded.place_of(worker) for worker in workers] == [(i, 0) for i in range(len(workers))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 
 BROKE, ENDED, GONE = FaultKind.LINK_BROKE, FaultKind.WORKER_ENDED, FaultKind.REDIS_GONE
+AWAY = FaultKind.STAYED_AWAY
 
 
 def test_broken_link_counts_as_worker_ended_once_the_end_is_reported() -> None:
@@ -44,6 +45,19 @@ def test_faults_in_a_row_count_as_one_recovery_and_one_resumption() -> None:
         "resumptions": 1,
         "resumption_ns": 5 * 10**9,
     }
+
+
+def test_lost_host_whose_place_others_take_is_one_fault() -> None:
+    stats = FaultStats({})
+    stats.record_fault(Fault(1, BROKE, "a/0: lost its link", 10.0))
+    stats.begin_epoch({})
+    stats.record_fault(Fault(2, AWAY, "b/0, b/1 stayed away", 40.0))
+    stats.all_ranks_joined(42.0)
+    once = {"faults/stayed_away": 1, "recoveries": 1, "recovery_ns": 32 * 10**9}
+    assert stats.counts == once
+    stats.record_fault(Fault(3, ENDED, "another", 50.0))
+    stats.all_ranks_joined(51.0)
+    assert stats.counts["faults/worker_ended"] == stats.counts["faults/stayed_away"] == 1
 
 
 def test_no_resumption_is_counted_without_a_running_request() -> None:

@@ -17,6 +17,7 @@ from pipespec.cluster.ranks.held_rank import HeldRank
 from pipespec.cluster.ranks.rank_components import measures_steps, scheduler_config, step_times_key
 from pipespec.cluster.ranks.worker import run_rank
 from pipespec.config.compose import compose
+from pipespec.config.hosts import own_name
 from pipespec.errors import ConfigError, RankFailed
 from pipespec.system.cores import SHARES_CORES, CoreShares
 
@@ -65,7 +66,7 @@ def test_ranks_of_other_hosts_take_no_cores() -> None:
     apart = replace(
         alone,
         deployment=replace(alone.deployment, hosts=hosts),
-        assignment=replace(alone.assignment, workers=("local/0", "other/0")),
+        assignment=replace(alone.assignment, workers=(f"{own_name()}/0", "other/0")),
     )
     assert apart.core_shares() == CoreShares(4, 4)
     assert replace(apart, rank=1).core_shares().stage == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.model_path import resolve, resolve_config
 from pipespec.errors import ModelError
 
 
@@ -34,6 +34,22 @@ def test_a_name_that_no_hub_provides(monkeypatch, tmp_path):
     message = _refusal("nobody/no-such-model")
     assert "'nobody/no-such-model'" in message
     assert "hub" in message
+
+
+def test_a_config_on_a_hub_that_cannot_be_asked_is_refused_after_two_tries(monkeypatch, tmp_path):
+    endpoint = "http://127.0.0.1:9"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    refusal = f"the hub could not be asked .*{endpoint} .*, though asked 2 times"
+    with pytest.raises(ModelError, match=refusal):
+        resolve_config("org/model")
+    root, commit = tmp_path / "models--org--model", "0" * 40
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(commit)
+    (config := root / "snapshots" / commit / "config.json").parent.mkdir(parents=True)
+    config.touch()
+    assert resolve_config("org/model") == config  # the copy is used
 
 
 def test_a_file_in_place_of_a_folder(tmp_path):
