@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from pipespec.cli.main import main
 from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import require_fit
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
@@ -79,7 +80,7 @@ def known(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("known")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        decide(compose([f"model.target={served}", f"model.draft={DEMO / 'draft'}"]))
+        require_fit(decide(compose([f"model.target={served}", f"model.draft={DEMO / 'draft'}"])))
     assert list(cache.glob("pipespec/fits/*"))
     return cache
 
