@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import finish, overrides, words
 from pipespec.console.terminal import named_progress, show, write
-from pipespec.errors import ConfigError, print_error
+from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.cluster.decide import decide
     from pipespec.cluster.deployment.checks import require_fit
-    from pipespec.cluster.weights.locations import require_weights
+    from pipespec.cluster.weights.plan import require_weights
     from pipespec.config.compose import compose
 
     moved: dict[str, tuple[int, int]] = {}
@@ -88,7 +88,7 @@ def with_weights(
             found[host] = done, total
             show_bytes(f"{host}: weights", done, total)
 
-        return distribute_weights(deployment, on_progress, print_error)
+        return distribute_weights(deployment, on_progress)
 
 
 def prune(arguments: argparse.Namespace, rest: list[str]) -> int:

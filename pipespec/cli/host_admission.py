@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
+from pipespec.cluster.deployment.deployment import Deployment, own_address
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.join.host_changes import HostChanges, measured, with_hosts
 from pipespec.cluster.join.host_steps import HostSteps
-from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.placement.costs import Problem
@@ -25,7 +25,6 @@ from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL
 
 if TYPE_CHECKING:
-    from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.cluster.host_link.host_session import HostSession
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import Host

@@ -37,23 +37,22 @@ def decide(
     `checks.require_fit`. Raises ConfigError; HostFailed if another host must be asked
     and cannot."""
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
+    used = {"target": True, "draft": config.proposer.needs_draft, "mid": config.proposer.needs_mid}
+    named = {kind: getattr(config.model, kind) for kind in used if used[kind]}
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is None:
         host_here(config.cluster)  # a device that is missing is said before models are read
     elif ask_hosts:
-        from pipespec.cluster.weights.locations import find_on_hosts
+        from pipespec.cluster.weights.distribution import find_on_hosts
 
-        elsewhere = find_on_hosts(config, hosts_file)
+        elsewhere = find_on_hosts(named, hosts_file)
 
-    def inspected(kind: str) -> CheckpointInfo:
-        model, name = elsewhere.get(kind, getattr(config.model, kind)), quantization_of(kind)
-        found = inspect(model, fit=False)
-        found.check_quantization(f"model.{name}", getattr(config.model, name))
-        return found
-
-    target = inspected("target")
-    draft = inspected("draft") if config.proposer.needs_draft else None
-    mid = inspected("mid") if config.proposer.needs_mid else None
+    models: dict[str, CheckpointInfo] = {}
+    for kind, model in named.items():
+        name = quantization_of(kind)
+        models[kind] = inspect(elsewhere.get(kind, model), fit=False)
+        models[kind].check_quantization(f"model.{name}", getattr(config.model, name))
+    target, draft, mid = models["target"], models.get("draft"), models.get("mid")
     if "cluster.stages" in config.chosen:
         stages = min(config.cluster.stages, target.num_layers)
         config = replace(config, cluster=replace(config.cluster, stages=stages))

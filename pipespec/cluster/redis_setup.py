@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import secrets
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.config.hosts import Host
+from pipespec.cluster.deployment.deployment import Deployment, own_address
 from pipespec.controller import epoch_control
 from pipespec.controller.controller_settings import AUTO
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.redis_connection import check_server
-from pipespec.errors import ConfigError
-from pipespec.system.network_interfaces import source_address
 
 
 def require_same_model(
@@ -78,18 +74,3 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
         yield ClusterRedis(config.url, config.url, namespace, None)
     finally:
         epoch_control.delete_namespace(config.url, namespace)
-
-
-def own_address(hosts: Sequence[Host]) -> str | None:
-    """This machine's address towards the other hosts, if there are any. Raises ConfigError."""
-    far = next((host.address for host in hosts if not host.local), None)
-    if far is None:
-        return None
-    try:
-        with suppress(OSError):
-            return source_address(far, socket.AF_INET)
-        return source_address(far)  # the host has addresses of IPv6 alone
-    except OSError as error:
-        raise ConfigError(
-            f"This machine has no route to {far} ({error.strerror}); correct the address."
-        ) from error

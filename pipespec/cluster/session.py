@@ -31,7 +31,7 @@ from pipespec.cluster.recovery.cluster_state import ClusterState
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
-from pipespec.cluster.weights.locations import require_weights
+from pipespec.cluster.weights.plan import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
@@ -45,7 +45,6 @@ from pipespec.errors import (
     RankFailed,
     StaleEpoch,
     Unreachable,
-    print_error,
 )
 from pipespec.system.end_signals import raise_swallowed
 
@@ -206,7 +205,7 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     Raises ConfigError before anything is started, and HostFailed if an agent cannot begin."""
     if not deployment.fetched:
         check_deployment(deployment, stays=stays)
-        distribute_weights(deployment, on_warning=print_error)
+        distribute_weights(deployment)
     require_weights(deployment)
     for line in (expanded, shared_gpu, without_ggml, scaled):
         if (found := line(deployment)) is not None:

@@ -25,7 +25,7 @@ from transformers import (
 
 from pipespec.cluster import session
 from pipespec.cluster.ranks.rank_components import load_model as build_rank
-from pipespec.cluster.weights.locations import on_this_host
+from pipespec.cluster.weights.plan import on_this_host
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.formats.fp4 import MXFP4
 from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS

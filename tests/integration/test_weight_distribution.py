@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from transformers import AutoTokenizer
 from pipespec.cli.main import main
 from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import require_fit
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
@@ -78,7 +80,7 @@ def known(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("known")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        decide(compose([f"model.target={served}", f"model.draft={DEMO / 'draft'}"]))
+        require_fit(decide(compose([f"model.target={served}", f"model.draft={DEMO / 'draft'}"])))
     assert list(cache.glob("pipespec/fits/*"))
     return cache
 
@@ -276,13 +278,14 @@ def kill_all(cache: Path) -> None:
                 each.kill()
 
 
-def in_view(folder: Path, path: Path, *, hide: bool = True) -> str:
+def in_view(folder: Path, path: Path, *, hide: bool = True, alone: bool = False) -> str:
     """A Python that finds a folder empty, as on a host that does not have it, or that finds it
-    although its parent process does not."""
+    although its parent process does not; `alone`: in a network of its own."""
     file = folder / f"python-{'hidden' if hide else 'seen'}"
     change = f"mount -t tmpfs none {path}" if hide else f"umount {path}"
+    own = "-mn" if alone else "-m"
     file.write_text(
-        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
+        f'#!/bin/sh\nexec unshare {own} sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     file.chmod(0o755)
     return str(file)
@@ -403,40 +406,61 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
     assert tokens and tokens == expected[: len(tokens)]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"], ids=["direct", "relayed"])
-def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(
-    address: str, rig: Rig
-) -> None:
-    """What cannot be read from beta, as it has no such address, passes through the launcher."""
-    beta = {"address": address}
-    rig.fetched(*rig.settings([4, 8, 4], beta=beta))
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig: Rig) -> None:
+    rig.fetched(*rig.settings([4, 8, 4]))
     sent = rig.hub.weight_bytes
-    assert main(["cache", "fetch", "--json", *rig.settings([4, 4, 8], beta=beta)]) == 0
-    out, err = rig.capsys.readouterr()
-    assert json.loads(out)["hosts"].keys() == {"gamma"}  # beta has had layers 8 to 11
-    assert ("beta cannot listen at 192.0.2.1" in err) == (address == "192.0.2.1")
+    assert rig.fetched(*rig.settings([4, 4, 8])).keys() == {"gamma"}  # beta has had layers 8 to 11
     assert rig.hub.weight_bytes == sent <= 1.02 * rig.size
     assert UP.format(9) in rig.tensors("gamma")
 
 
-def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(rig: Rig) -> None:
+def test_a_host_without_its_address_is_named(rig: Rig) -> None:
+    settings = rig.settings([4, 8, 4], beta={"address": "192.0.2.1"})
+    assert main(["cache", "fetch", *settings]) == 2
+    assert rig.capsys.readouterr().err == (
+        "pipespec: beta: this host cannot listen at 192.0.2.1 (Cannot assign requested address), "
+        "where others read its weights; correct its address or interface in the hosts file\n"
+    )
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_host_that_others_cannot_reach_is_named(rig: Rig) -> None:
+    model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
+    python = {"python": in_view(rig.folder, rig.folder / "only", alone=True)}
+    hosts = hosts_file(rig.folder, [8, 8], beta=python)
+    assert main(["cache", "fetch", hosts, f"model.target={model}"]) == 2
+    (line,) = rig.capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"pipespec: beta: alpha at 127\.0\.0\.1 did not send [\w.-]+, though asked 2 times: .*; "
+        "correct its address or interface, and let firewalls admit TCP to it",
+        line,
+    )
+
+
+def test_a_host_whose_disk_has_changed_drops_that_block(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.fetched(*rig.settings([4, 8, 4]))
     wrong = UP.format(9)
     (file,) = (each for each in rig.files("beta").values() if wrong in tensors_in(each))
+    right = file.path.read_bytes()
     with file.path.open("r+b") as stream:
         stream.seek(ranges_of(file.path)[wrong][0])
         stream.write(b"wrong")
     sent = rig.hub.weight_bytes
     assert main(["cache", "fetch", *rig.settings([4, 4, 8])]) == 0
-    out, err = rig.capsys.readouterr()
-    assert err.startswith("beta sends wrong bytes of the target (to gamma), so it is left out;")
-    assert "gamma: fetched" in out
-    assert rig.hub.weight_bytes > sent  # that tensor is the hub's again
+    sentence = f"beta: {file.path} is not as it was fetched, so a block of it is dropped"
+    assert caplog.messages == [sentence]
+    assert "gamma: fetched" in rig.capsys.readouterr().out
+    assert rig.hub.weight_bytes > sent  # that block is the hub's again
+    assert wrong not in rig.tensors("beta")
     own = rig.files("gamma")[file.path.name]
     data = own.path.read_bytes()
     for each in blocks_of([ranges_of(own.path)[wrong]]):
-        found = sha256(data[slice(*own.place(each))]).digest()
-        assert found == own.digest(each) == file.digest(each)
+        place = slice(*own.place(each))
+        assert data[place] == right[place]
+        assert sha256(data[place]).digest() == own.digest(each)
     for each in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8, 16)):
         assert each in rig.tensors("gamma")
     assert rig.fetched(*rig.settings([4, 4, 8])) == {}

@@ -14,6 +14,7 @@ import pytest
 
 from pipespec.cluster.weights.server import MOST_UNPROVEN, WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
 from pipespec.engine.checkpoint.parts.sources import RangeSource, Unavailable
 from pipespec.errors import ModelError
 
@@ -31,12 +32,8 @@ def certificate() -> Certificate:
 def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
     (tmp_path / NAME).write_bytes(BLOB)
 
-    def find(file: str) -> Path:
-        if file != NAME:
-            raise ModelError("it is no weight file")
-        return tmp_path / file
-
-    server = WeightServer(ADDRESS, certificate, find)
+    files = {NAME: PartsFile(tmp_path / NAME)}
+    server = WeightServer(ADDRESS, certificate, files.get)
     yield server
     server.shutdown()
     server.server_close()
@@ -68,8 +65,25 @@ def test_several_threads_read_parts_as_they_are(
 def test_only_parts_of_weight_files_of_the_start_are_sent(
     name: str, server: WeightServer, certificate: Certificate
 ) -> None:
-    with pytest.raises(ModelError, match=r"beta answers 4(04|16)"):
+    with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 4(04|16)"):
         read(source(server, certificate, name), 0, len(BLOB) + 1)
+
+
+@pytest.mark.parametrize("why", ["never fetched", "changed on the disk"])
+def test_blocks_that_are_not_as_recorded_are_not_sent(
+    why: str, certificate: Certificate, tmp_path: Path
+) -> None:
+    file = PartsFile.create(tmp_path / NAME, len(BLOB))
+    for block in range(3 if why.startswith("changed") else 2):
+        file.write(block, BLOB[slice(*file.place(block))])
+    with file.path.open("r+b") as stream:
+        stream.seek(2 * BLOCK_BYTES)
+        stream.write(b"wrong")
+    beta = source(WeightServer(ADDRESS, certificate, {NAME: file}.get), certificate)
+    with pytest.raises(Unavailable, match="though asked 2 times"):
+        read(beta)
+    assert read(beta, 5, 2 * BLOCK_BYTES) == BLOB[5 : 2 * BLOCK_BYTES]
+    assert PartsFile(file.path).absent() == [2]
 
 
 def test_a_host_with_the_key_of_another_run_is_refused(server: WeightServer) -> None:
@@ -129,9 +143,12 @@ def test_it_listens_at_one_address(server: WeightServer, certificate: Certificat
     assert read(source(server, certificate), 0, 5) == BLOB[:5]
 
 
-def test_a_host_that_cannot_be_reached_is_a_clause(certificate: Certificate) -> None:
+def test_a_host_that_cannot_be_reached_is_one_sentence(certificate: Certificate) -> None:
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
     beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context)
     with pytest.raises(Unavailable) as failed:
         read(beta)
-    assert "Connection refused" in str(failed.value.__cause__)
+    assert str(failed.value) == (
+        f"beta at {ADDRESS} did not send {NAME}, though asked 2 times: [Errno 111] Connection "
+        "refused; correct its address or interface, and let firewalls admit TCP to it"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
@@ -10,8 +12,10 @@ from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.placement.slices import Placement, remaining
+from pipespec.system.network_interfaces import source_address
 
 
 def quantization_of(name: str) -> str:
@@ -200,3 +204,18 @@ def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> De
     most = min(config.scheduler.max_num_seqs, requests)
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=most))
     return replace(deployment, config=config, context=min(deployment.context, reach))
+
+
+def own_address(hosts: Sequence[Host]) -> str | None:
+    """This machine's address towards the other hosts, if there are any. Raises ConfigError."""
+    far = next((host.address for host in hosts if not host.local), None)
+    if far is None:
+        return None
+    try:
+        with suppress(OSError):
+            return source_address(far, socket.AF_INET)
+        return source_address(far)  # the host has addresses of IPv6 alone
+    except OSError as error:
+        raise ConfigError(
+            f"This machine has no route to {far} ({error.strerror}); correct the address."
+        ) from error

@@ -25,7 +25,7 @@ from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.weights.distribution import Distribute, WeightMoves, distribute_weights
 from pipespec.config.hosts import Host
 from pipespec.engine.formats.slice_tensors import described
-from pipespec.errors import HostFailed, RankFailed, print_error
+from pipespec.errors import HostFailed, RankFailed
 from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
@@ -143,7 +143,7 @@ class HostChanges:
 
     def _fetch(self, after: Deployment, steps: HostSteps) -> None:
         """Give the hosts of a deployment their weights."""
-        ways = {"on_progress": steps.progress, "on_warning": print_error, "over": steps.over}
+        ways = {"on_progress": steps.progress, "over": steps.over}
         steps.run(partial(self._moves.distribute, replace(after, fetched=False), **ways))
 
     def _switch(
@@ -231,7 +231,7 @@ def measured(
         fetched=False,
     )
     steps.begin("it gets the layers with which it is measured", STILL_S)
-    distribute(trial, on_progress=steps.progress, on_warning=print_error, over=steps.over)
+    distribute(trial, on_progress=steps.progress, over=steps.over)
     steps.begin("the host is measured", MEASURING_S)
     return measure_joined(host, before, layers)
 

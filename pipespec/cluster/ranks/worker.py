@@ -24,8 +24,7 @@ from pipespec.cluster.ranks import rank_components
 from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group
 from pipespec.cluster.ranks.rank_components import Weights
-from pipespec.cluster.weights.locations import on_this_host
-from pipespec.cluster.weights.plan import parts_of_rank
+from pipespec.cluster.weights.plan import on_this_host, parts_of_rank
 from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.controller.rank_controller import Controller

@@ -1,38 +1,42 @@
-"""Gives every host of a deployment the weights that its ranks compute, before they start.
+"""Gives every host of a deployment the weights that its ranks compute, before they start, and the
+launcher the small files and headers of a model that only another host has.
 
 The launcher has a process (`host`) on each host, its own machine included. Of one model after
 another it learns which blocks of the files each has, and moves them in the rounds that `plan`
-decides. Hosts read from one another (`server`), and from the hub where the launcher has found the
-files. What a host cannot read itself passes through the launcher.
+decides. Hosts read from one another (`server`), and from the hub at URLs that the launcher's host
+has found. What a host cannot read from the hub, the launcher's host fetches first.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
+import os
+import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment, own_address
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.plan import HUB, Block, Transfers, parts_asked, plan_round
-from pipespec.cluster.weights.server import url_of
-from pipespec.config.hosts import LOCAL, Host
+from pipespec.cluster.weights.server import tls_context, url_of
+from pipespec.config.hosts import LOCAL, Host, HostsFile
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing
+from pipespec.engine.checkpoint.model_path import can_be_fetched
+from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, open_repository
 from pipespec.engine.checkpoint.parts.folder import Repository
-from pipespec.engine.checkpoint.parts.parts_file import Range, blocks_of, place_of
-from pipespec.engine.checkpoint.parts.sources import HubSource
+from pipespec.engine.checkpoint.parts.parts_file import RECORDS, blocks_of, place_of
+from pipespec.engine.checkpoint.parts.sources import COMMIT, RangeSource
 from pipespec.errors import ModelError, PipespecError, RankFailed
-from pipespec.system.network_interfaces import resolve
+from pipespec.system.network_interfaces import LOOPBACK, resolve
+from pipespec.system.validation import Unreadable, from_fields, home_expanded
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -40,34 +44,26 @@ log = logging.getLogger(__name__)
 MODULE = "pipespec.cluster.weights.host"
 ENDING_S, ENDED_S = 5.0, 1.0  # that a host's process may take to end, and to show that it has
 OVER_S = 0.1  # between looks whether the cluster is over
+MOST_BYTES = 2**50  # of a file that another host describes
 # Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
-# Called with a sentence on a host that waits, is left out, or cannot be reached by another one.
-OnWarning = Callable[[str], None]
 LAUNCHER_NAME = "the launcher"
-# Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
+# Gives the hosts of a deployment the weights that they lack.
 Distribute = Callable[..., object]
 
 
 class Peer(Conversation):
-    """The process of a host, which ends with the block. Of one model after another it needs
-    `parts`, has blocks, with their hashes (None of a file that is whole), and lacks others; of all
-    it lacked `wanted` bytes. Other hosts can read from it at its `url`; None: through the launcher.
-    Raises HostFailed."""
+    """The process of a host, which ends with the block. Of one model after another it computes
+    `parts`, and needs, has and lacks blocks; of all it has got `moved` bytes. It can read from the
+    hub, or not, and others read from it at its `url`, once it listens. Raises HostFailed."""
 
-    def __init__(
-        self,
-        host: Host,
-        on_progress: OnProgress = lambda *_: None,
-        on_warning: OnWarning = lambda _: None,
-    ) -> None:
+    def __init__(self, host: Host, on_progress: OnProgress = lambda *_: None) -> None:
         super().__init__(host, MODULE, ENDING_S)
         self.name, self.parts = host.name, set[str]()
-        self.has: dict[Block, str | None] = {}
-        self.lacks: set[Block] = set()
-        self.url: str | None = ""  # until it was asked to listen
-        self._on_progress, self._on_warning = on_progress, on_warning
-        self._moved = self.wanted = 0
+        self.needs, self.has, self.lacks = set[Block](), set[Block](), set[Block]()
+        self.url, self.reads_hub = "", True
+        self.moved = self.wanted = 0
+        self._on_progress = on_progress
 
     def refusal(self, sentence: str) -> ModelError:
         return ModelError(sentence if self.host.shares_caches else f"{self.name}: {sentence}")
@@ -75,37 +71,28 @@ class Peer(Conversation):
     def noted(self, **said: Any) -> None:
         """It warns, or has got so many bytes more."""
         if "warning" in said:
-            self._on_warning(f"{self.name}: {said['warning']}")
+            log.warning("%s: %s", self.name, said["warning"])
         elif "moved" in said:
-            self._moved += said["moved"]
-            self._on_progress(self.name, self._moved, self.wanted)
+            self.moved += said["moved"]
+            self._on_progress(self.name, self.moved, self.wanted)
 
-    def add(self, has: Iterable[tuple[str, int, str | None]]) -> None:
-        """These blocks are here, with their hashes."""
-        self.has.update({(file, number): sha for file, number, sha in has})
-        self.lacks -= self.has.keys()
-
-    def urls(self, files: Iterable[str]) -> Mapping[str, str]:
-        """Where other hosts read its files; nothing: they cannot."""
-        return {each: url_of(self.url, each) for each in files} if self.url else {}
-
-    def read(self, file: str, part: Range, size: int) -> bytes:
-        """A part of one of its files, read through its process."""
-        data = base64.b64decode(self.call("read", file=file, start=part[0], stop=part[1]))
-        if len(data) != part[1] - part[0]:
-            raise ModelError(f"{self.name}: {file} has changed; start again")
-        return data
+    def listen(self, certificate: Certificate, files: Iterable[str]) -> dict[str, str]:
+        """Let other hosts read from it, of this model and the next ones; the URLs of files."""
+        if not self.url:
+            address = self.host.address
+            with suppress(OSError):  # a host may call itself otherwise
+                address = resolve(address)
+            where = {"address": address, "interface": self.host.interface}
+            self.url = self.call("listen", **where, **asdict(certificate))
+        return {each: url_of(self.url, each) for each in files}
 
 
 def at_once(
-    peers: Sequence[Peer],
-    task: Callable[[Peer], T],
-    over: threading.Event | None = None,
-    hub: HubSource | None = None,
+    peers: Sequence[Peer], task: Callable[[Peer], T], over: threading.Event | None = None
 ) -> list[T]:
     """What a task returns for each host. Raises what the first one raised, also a signal, or
     RankFailed if the cluster is `over`, and then ends what all hosts do."""
-    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+    with ThreadPoolExecutor(len(peers)) as pool:
         futures = [pool.submit(task, peer) for peer in peers]
         try:
             while True:
@@ -117,8 +104,6 @@ def at_once(
                 if not left:
                     return [each.result() for each in futures]
         except BaseException:
-            if hub is not None:
-                hub.stopped.set()
             for peer in peers:
                 peer.end()
             raise
@@ -127,7 +112,6 @@ def at_once(
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
-    on_warning: OnWarning = lambda sentence: None,
     over: threading.Event | None = None,
 ) -> Deployment:
     """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
@@ -135,29 +119,27 @@ def distribute_weights(
     if deployment.fetched:
         return deployment
     here = [host for host in deployment.hosts if host.shares_caches]
-    launcher = here[0] if here else Host(LAUNCHER_NAME, "", LOCAL)
-    peers: dict[str, Peer] = {}
+    launcher = (
+        here[0] if here else Host(LAUNCHER_NAME, own_address(deployment.hosts) or LOOPBACK, LOCAL)
+    )
     certificate = cache(Certificate.make)
+    peers: dict[str, Peer] = {}
     with ExitStack() as stack:
-
-        def peer_of(host: Host, parts: set[str]) -> Peer:
-            if host.name not in peers:
-                peers[host.name] = stack.enter_context(Peer(host, on_progress, on_warning))
-            peers[host.name].parts = parts
-            return peers[host.name]
-
         for kind, shared in deployment.shared.items():
-            path, own, others = dict(deployment.models)[kind].path, set[str](), list[Peer]()
+            path = dict(deployment.models)[kind].path
+            asked = {launcher.name: (launcher, set[str]())}
             for host in deployment.hosts:
-                parts = parts_asked(deployment, host, kind, shared)
-                if parts is not None and host.shares_caches:
-                    own |= parts
-                elif parts is not None and not host.by_hand:
-                    others.append(peer_of(host, parts))
-            more = certificate, on_warning, over or threading.Event()
-            model = _Model(kind, path, shared, others, *more)
-            if not all(model.at_once(model.prepare)) or missing(path, own):
-                model.distribute(peer_of(launcher, own))
+                if (parts := parts_asked(deployment, host, kind, shared)) is not None:
+                    name = launcher.name if host.shares_caches else host.name
+                    asked.setdefault(name, (host, set()))[1].update(parts)
+            if len(asked) == 1 and not missing(path, asked[launcher.name][1]):
+                continue
+            for name, (host, parts) in asked.items():
+                if name not in peers:
+                    peers[name] = stack.enter_context(Peer(host, on_progress))
+                peers[name].parts = parts
+            model = _Model(path, shared, [peers[name] for name in asked], certificate, over)
+            model.distribute()
     return replace(deployment, fetched=True)
 
 
@@ -203,143 +185,169 @@ class WeightMoves:
         raise WeightsPending
 
     def _move(self, deployment: Deployment) -> None:
-        warn = partial(log.warning, "weights of the new layout: %s")
         try:
-            self.distribute(deployment, on_warning=warn)
+            self.distribute(deployment)
         except RankFailed:  # the cluster ends
             pass
         except PipespecError as error:
-            warn(str(error))
+            log.warning("weights of the new layout: %s", error)
 
 
 @dataclass
 class _Model:
-    """Moves the weights of one model to hosts, which call it `shared`, and the launcher `kind`."""
+    """Moves the weights of one model to hosts, which call it `shared`, the launcher's first."""
 
-    kind: str
     path: Path
     shared: Repository
     peers: list[Peer]
     certificate: Callable[[], Certificate]
-    on_warning: OnWarning
-    over: threading.Event
-
-    def __post_init__(self) -> None:
-        self._hub = HubSource(self.shared.repo, self.shared.commit) if self.shared.on_hub else None
-        self._sources: dict[str, Peer | HubSource] = {HUB: self._hub} if self._hub else {}
-        self._left_out: dict[str, str] = {}  # hosts, and who has got wrong bytes from each
-        self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
+    over: threading.Event | None
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
         """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self.over, self._hub)
+        return at_once(self.peers, task, self.over)
 
-    def prepare(self, peer: Peer) -> bool:
-        """Have a host find the folder of the model; whether it has all that it needs."""
-        peer.has = {}
-        known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
-        whole = peer.call("prepare", **known)
-        peer.lacks = set() if whole else {*self._blocks(peer)}
-        return bool(whole)
-
-    def distribute(self, launcher: Peer) -> None:
-        """Fetch for all hosts, and for the launcher's, what they lack."""
-        self.prepare(launcher)
-        self.peers.append(launcher)
-        self._sources |= {peer.name: peer for peer in self.peers}
-        wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
-        self.at_once(partial(self._offer, wanted=wanted))
-        if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
-            self.at_once(partial(self._listen, certificate=self.certificate()))
-        while any(peer.lacks for peer in self.peers):
+    def distribute(self) -> None:
+        """Fetch what hosts lack, in rounds, in each of which some sources may fail."""
+        if all(self.at_once(self._prepare)):
+            return
+        plan: Mapping[str, Transfers] = {}
+        known, failed = None, list[Mapping[str, str]]()
+        while True:
+            wanted = sorted(set[Block]().union(*(peer.needs for peer in self.peers)))
+            self.at_once(partial(self._offer, wanted=wanted))
+            if not any(peer.lacks for peer in self.peers):
+                return
+            found = [(peer.has, peer.lacks) for peer in self.peers]
+            if found == known:  # nothing has come by that round
+                for peer, of in zip(self.peers, failed, strict=True):
+                    for name, why in of.items():
+                        self._give_up(peer, name, why, plan[peer.name][name])
+                known = None
+                continue
             plan = plan_round(
                 {peer.name: peer.lacks for peer in self.peers},
-                {peer.name: peer.has for peer in self.peers if peer.name not in self._left_out},
-                on_hub=self._hub is not None,
+                {peer.name: peer.has for peer in self.peers},
+                on_hub=[peer.name for peer in self.peers if self.shared.on_hub and peer.reads_hub],
             )
-            self.at_once(partial(self._get, plan=plan))
-        self.at_once(lambda peer: peer.call("end"))
+            known, failed = found, self._round(plan)
 
-    def _blocks(self, peer: Peer) -> Iterator[Block]:
-        """Those with small files, headers, and the tensors that a host needs."""
-        needed = blocks_needed(self.path, peer.parts)
-        for name, file in self.shared.files.items():
-            for number in needed.get(name, blocks_of([(0, file.size)])):
-                yield name, number
-
-    def _place(self, block: Block) -> Range:
-        return place_of(block[1], self.shared.files[block[0]].size)
+    def _prepare(self, peer: Peer) -> bool:
+        """Have a host find the folder of the model; whether it has all that it needs: small files,
+        headers, and the tensors of its parts."""
+        known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
+        whole: bool = peer.call("prepare", **known)
+        needed = {} if whole else blocks_needed(self.path, peer.parts)
+        files = {} if whole else self.shared.files
+        peer.needs = {
+            (name, number)
+            for name, file in files.items()
+            for number in needed.get(name, blocks_of([(0, file.size)]))
+        }
+        return whole
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
-        peer.add(peer.call("offer", blocks=wanted))
-        peer.wanted += sum(stop - start for start, stop in map(self._place, peer.lacks))
-        if peer.lacks:
+        found = peer.call("offer", wanted=wanted, own=sorted(peer.needs))
+        peer.has = {(file, number) for file, number in found}
+        peer.lacks = peer.needs - peer.has
+        places = (place_of(number, self.shared.files[file].size) for file, number in peer.lacks)
+        peer.wanted = peer.moved + sum(stop - start for start, stop in places)
+        if peer.wanted:
             peer.noted(moved=0)
 
-    def _listen(self, peer: Peer, certificate: Certificate) -> None:
-        """Let other hosts read from a host, and it from them, for this model and the next ones."""
-        if peer.url != "":
+    def _round(self, plan: Mapping[str, Transfers]) -> list[Mapping[str, str]]:
+        """Have the hosts get what is planned; of each, why sources have failed, by name."""
+        senders = {name for transfers in plan.values() for name in transfers}
+        from_hub = {file for each in plan.values() for file, _ in each.get(HUB, ())}
+        certificate = self.certificate()
+
+        def opened(peer: Peer) -> dict[str, dict[str, Any]]:
+            """How to read from a host; the launcher's also says how from the hub."""
+            found: dict[str, dict[str, Any]] = {}
+            if peer.name in senders:
+                urls = peer.listen(certificate, self.shared.files)
+                found[peer.name] = {"urls": urls, "certificate": astuple(certificate)}
+            if from_hub and peer is self.peers[0]:
+                of = {"repo": self.shared.repo, "commit": self.shared.commit}
+                urls = peer.call("locate", **of, files=sorted(from_hub))
+                found[HUB] = {"urls": urls, "certificate": None}
+            return found
+
+        def get(peer: Peer) -> Mapping[str, str]:
+            own = plan.get(peer.name, {}).items()
+            asked = {name: {**sources[name], "wanted": blocks} for name, blocks in own}
+            failed: Mapping[str, str] = peer.call("fetch", sources=asked)
+            return failed
+
+        sources = ChainMap(*self.at_once(opened))
+        return self.at_once(get)
+
+    def _give_up(self, peer: Peer, name: str, why: str, blocks: Sequence[Block]) -> None:
+        """A host cannot read these blocks from a source. Raises ModelError, HostFailed, unless the
+        launcher can fetch them from the hub instead, to pass them on."""
+        launcher = self.peers[0]
+        if name == HUB and peer is not launcher:
+            peer.reads_hub = False
+            launcher.needs.update(blocks)
             return
-        peer.url = None
-        address = peer.host.address or None
-        with suppress(OSError):  # a host may call itself otherwise
-            address = address and resolve(address)
-        where = {"address": address, "interface": peer.host.interface}
+        ended = [each.failure(ENDED_S) for each in self.peers if each.name == name]
+        raise next(filter(None, ended), peer.refusal(why))
+
+
+def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, Path]:
+    """Checkpoints without their tensors, in the parts cache here, of the models that another host
+    has whole at the path that the settings (`named`) or its entry name, by their names in `model.`.
+    Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
+    host cannot be asked; ModelError if it cannot be read, or no host has all files of one."""
+    absent = {
+        kind: path
+        for kind, path in named.items()
+        if not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
+    }
+    others = [host for host in hosts_file.hosts if not (host.by_hand or host.shares_caches)]
+    if not absent or not others:
+        return {}
+    with ExitStack() as stack:
+        peers = [stack.enter_context(Peer(host)) for host in others]
+        certificate = Certificate.make()
+        found = {of: _opened_here(peers, of, absent[of], certificate) for of in absent}
+    return {kind: path for kind, path in found.items() if path is not None}
+
+
+def _opened_here(
+    peers: Iterable[Peer], kind: str, path: str, certificate: Certificate
+) -> Path | None:
+    """The checkpoint of the first of these hosts that has one. Raises ModelError."""
+    refused = None
+    for peer in peers:
         try:
-            peer.url = peer.call("listen", **where, **asdict(certificate))
-        except ModelError as error:
-            self.on_warning(
-                f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
-                "it passes through the launcher; correct its address or interface in the hosts "
-                "file."
-            )
+            told = peer.call("describe", path=getattr(peer.host, kind) or path)
+        except ModelError as error:  # another one may have all of its files
+            refused = refused or error
+            continue
+        if told is not None:
+            found = described(told, peer.name)
+            context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+            source = RangeSource(peer.name, peer.listen(certificate, found.files), context)
+            return open_repository(source, found, found.gguf)
+    if refused is not None:
+        raise refused
+    return None
 
-    def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
-        """Have a host get blocks from sources, or read them for it. Raises ModelError."""
-        direct: list[dict[str, Any]] = []
-        for name, blocks in plan.get(peer.name, {}).items():
-            source = self._sources[name]
-            hashes = source.has if isinstance(source, Peer) else {}
-            wanted = [(*block, hashes.get(block)) for block in blocks]
-            relayed = (peer.name, name) in self._relayed
-            if urls := {} if relayed else source.urls({file for file, _ in blocks}):
-                direct.append({"name": name, "urls": urls, "wanted": wanted})
-                continue
-            for block, one in zip(blocks, wanted, strict=True):
-                data = source.read(block[0], self._place(block), self.shared.files[block[0]].size)
-                text = base64.b64encode(data).decode()
-                self._fetch(peer, [{"name": name, "data": text, "wanted": [one]}])
-        if direct:
-            self._fetch(peer, direct)
 
-    def _fetch(self, peer: Peer, sources: Sequence[Mapping[str, Any]]) -> None:
-        lacked = len(peer.lacks)
-        found = peer.call("fetch", sources=sources)
-        peer.add(found["has"])
-        for name, why in found["failed"].items():
-            source = self._sources[name]
-            if isinstance(source, Peer):
-                self._give_up(peer, source, why)
-            else:
-                source.located.clear()  # its URLs may have expired
-                if len(peer.lacks) == lacked:
-                    self._relayed.add((peer.name, name))
-
-    def _give_up(self, peer: Peer, source: Peer, why: str) -> None:
-        """A host could not read from another one, which has perhaps sent wrong bytes."""
-        if why:
-            if (ended := source.failure(ENDED_S)) is not None:
-                raise ended
-            self._relayed.add((peer.name, source.name))
-            self.on_warning(
-                f"{peer.name} cannot read weights from {source.name} at "
-                f"{urlsplit(source.url or '').hostname} ({why}), so they pass through the "
-                "launcher; check the network between them, and let its firewalls admit TCP."
-            )
-        elif self._left_out.setdefault(source.name, peer.name) == peer.name:
-            self.on_warning(
-                f"{source.name} sends wrong bytes of the {self.kind} (to {peer.name}), so it is "
-                "left out; check its disk, and remove its folder of that model with `pipespec "
-                "cache prune` there."
-            )
+def described(told: Any, host: str) -> Repository:
+    """What another host says that its checkpoint is: its folder here is never one of the hub, and
+    no file is outside that. Raises ModelError."""
+    with suppress(Unreadable):
+        found = from_fields(Repository, told)
+        if (
+            all(name == os.path.basename(name) and name.strip(".") for name in found.files)
+            and all(0 <= each.size < MOST_BYTES for each in found.files.values())
+            and RECORDS not in found.files
+            and "/" not in found.repo
+            and found.path is not None
+            and COMMIT.fullmatch(found.commit) is not None
+        ):
+            return found
+    raise ModelError(f"{host}: what it says about its checkpoint is of no use; look there")

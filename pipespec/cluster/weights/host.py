@@ -4,26 +4,25 @@ fetched, and warnings."""
 
 from __future__ import annotations
 
-import base64
 import logging
 import ssl
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.host_link.calls import Answers
-from pipespec.cluster.weights.plan import HUB, Block
+from pipespec.cluster.weights.plan import Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint import parts
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, repository_of
 from pipespec.engine.checkpoint.parts import folder
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
-from pipespec.engine.checkpoint.parts.sources import GivenSource, RangeSource, WrongBytes, fetch
+from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, Wanted, fetch
 from pipespec.errors import ModelError
-from pipespec.system.files import lock_file
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
 
@@ -36,8 +35,6 @@ class WeightHost:
         self._moved = moved
         self._shared: Repository | None = None  # that is fetched into the parts cache
         self._files: dict[str, PartsFile] = {}
-        self._used: dict[Path, int | None] = {}  # the folders of models, which nobody may remove
-        self._context: ssl.SSLContext | None = None  # for other hosts
 
     def describe(self, path: str) -> Repository | None:
         """A checkpoint that this host has whole at `path`, as a folder of this host's, wherever it
@@ -62,66 +59,53 @@ class WeightHost:
                     self._files = _files_here(found, shared)
         return True
 
-    def offer(self, blocks: Sequence[Block]) -> list[Any]:
-        """Those of the blocks that are here, with their hashes, or null of a whole file."""
+    def offer(self, wanted: Sequence[Block], own: Sequence[Block]) -> list[Block]:
+        """Those of the blocks `wanted` that are here. Once all of its `own` are, which are among
+        them, its folder is finished. Raises ModelError if a whole file has another hash than the
+        hub states."""
         with self._fetching():
-            return self._here(blocks)
-
-    def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
-        """Let the other hosts of this run read what is here, at an address, or at that of the
-        interface if it has another, and read from them; the URL."""
-        certificate = Certificate(cert, key)
-        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-        if address is None:
-            return None
-        try:
-            found = next((each.addresses for each in interfaces() if each.name == interface), ())
-            address = resolve(address)  # which perhaps this host alone can
-            address = address if address in found or not found else found[0]
-            return WeightServer(address, certificate, self._file).url
-        except OSError as error:
-            raise ModelError(error.strerror or str(error)) from error
-
-    def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Fetch blocks from all sources at once: which of them it "has" then, and in "failed", by
-        name, why sources were given up, as a clause, empty if one sent wrong bytes. Of a source are
-        given its "name", the "urls" of its files, or the "data" of one block that the launcher has
-        read, and "wanted": file, number and hash, or null, of blocks."""
-        asked, blocks = [], []
-        with self._fetching():
-            for each in sources:
-                wanted = defaultdict[PartsFile, Any](dict)
-                for name, number, sha in each["wanted"]:
-                    blocks.append((name, number))
-                    if not (file := self._files[name]).has(number):
-                        wanted[file][number] = sha and bytes.fromhex(sha)
-                if (data := each.get("data")) is not None:
-                    read = base64.b64decode(data)
-                    source: RangeSource = GivenSource(each["name"], lambda *_, read=read: read)
-                else:
-                    context = None if each["name"] == HUB else self._context
-                    source = RangeSource(each["name"], each["urls"], context)
-                asked.append((source, wanted))
-            failed = {
-                source.name: "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
-                for source, error in fetch(asked, self._moved).items()
-            }
-        return {"has": self._here(blocks), "failed": failed}
-
-    def read(self, file: str, start: int, stop: int) -> str:
-        """Bytes of a file of this host, in base 64."""
-        with self._file(file).open("rb") as stream:
-            stream.seek(start)
-            return base64.b64encode(stream.read(stop - start)).decode()
-
-    def end(self) -> None:
-        """Mark what was fetched as finished. Raises ModelError if a whole file has another hash
-        than the hub states."""
-        with self._fetching():
-            if self._shared is not None:
+            if (shared := self._shared) is not None and all(map(self._has, own)):
                 for name, file in self._files.items():
-                    file.compare(self._shared.files[name].sha256)
-                folder.write_repository(self._shared)
+                    file.compare(shared.files[name].sha256)
+                folder.write_repository(shared)
+            return [*filter(self._has, wanted)]
+
+    def listen(self, address: str, interface: str | None, cert: str, key: str) -> str:
+        """Let the other hosts of this run read what is here, at an address, or at that of the
+        interface if it has another; the URL."""
+        found = next((each.addresses for each in interfaces() if each.name == interface), ())
+        try:
+            ip = resolve(address)  # which perhaps this host alone can
+            ip = ip if ip in found or not found else found[0]
+            return WeightServer(ip, Certificate(cert, key), lambda name: self._files.get(name)).url
+        except OSError as error:
+            raise ModelError(
+                f"this host cannot listen at {address} ({error.strerror or error}), where others "
+                "read its weights; correct its address or interface in the hosts file"
+            ) from error
+
+    def locate(self, repo: str, commit: str, files: Sequence[str]) -> dict[str, str]:
+        """The URLs of files of the hub, which hosts without its token can read too."""
+        return HubSource(repo, commit).urls(files)
+
+    def fetch(self, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
+        source are given the "urls" of its files, the blocks that are "wanted", and the
+        "certificate" and key of this run if it is another host."""
+        asked = dict[RangeSource, Wanted]()
+        with self._fetching():
+            for name, of in sources.items():
+                context, wanted = None, defaultdict[PartsFile, list[int]](list)
+                if of["certificate"] is not None:
+                    certificate = Certificate(*of["certificate"])
+                    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+                for file, number in of["wanted"]:
+                    if not self._has((file, number)):
+                        wanted[self._files[file]].append(number)
+                asked[RangeSource(name, of["urls"], context)] = wanted
+            failed = fetch(asked, self._moved)
+        named = zip(sources, asked, strict=True)
+        return {name: str(failed[source]) for name, source in named if source in failed}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:
@@ -131,25 +115,11 @@ class WeightHost:
             yield
             return
         with folder.sole_fetcher(of.folder):
-            if of.folder not in self._used:
-                self._used[of.folder] = lock_file(of.folder / folder.USERS, shared=True)
             self._files = folder.make_files(of, of.files)
             yield
 
-    def _file(self, name: str) -> Path:
-        """The path of a file of the model. Raises ModelError for any other name."""
-        if name not in self._files:
-            raise ModelError(f"{name!r} is no file of a model here")
-        return self._files[name].path
-
-    def _here(self, blocks: Iterable[Block]) -> list[Any]:
-        found: list[Any] = []
-        for name, number in blocks:
-            file = self._files.get(name)
-            if file is not None and file.has(number):
-                sha = file.digest(number)
-                found.append((name, number, sha and sha.hex()))
-        return found
+    def _has(self, block: Block) -> bool:
+        return block[0] in self._files and self._files[block[0]].has(block[1])
 
 
 def _files_here(path: Path, repository: Repository) -> dict[str, PartsFile]:
@@ -170,7 +140,7 @@ def main() -> None:
         with reported(folder.parts_cache()):
             return getattr(host, do)(**arguments)
 
-    folder.log.addHandler(Warner())
+    logging.getLogger(parts.__name__).addHandler(Warner())
     answers.answer_calls(call)
 
 

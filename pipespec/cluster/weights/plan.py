@@ -1,4 +1,4 @@
-"""Decides which weights each host needs, and from where it gets them. Pure.
+"""Decides which weights each host needs, where they are on it, and from where it gets them.
 
 Weights move in rounds. In each, a block (`parts_file`) is sent to as many hosts as have it now, and
 to the others in the next rounds, when more have it. So one host does not send the same bytes to
@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.hosts import Host
-from pipespec.engine.checkpoint.parts.folder import Repository
+from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, own_path
+from pipespec.engine.checkpoint.parts.folder import (
+    Repository,
+    folder_of_checkpoint,
+    is_checkpoint,
+)
 from pipespec.engine.formats.slice_tensors import parts_of
-from pipespec.errors import ModelError
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ConfigError, ModelError
 
 # File and number of a block.
 Block = tuple[str, int]
@@ -52,6 +61,8 @@ def parts_asked(
 ) -> set[str] | None:
     """What a host is asked about of a model that hosts can get from one another or the hub; None:
     it is not asked."""
+    if host.by_hand:
+        return None
     if (given := getattr(host, kind)) is not None:  # the model is there, and may be sent
         return set() if given == shared.path else None
     needs = parts_needed(deployment, host)
@@ -60,15 +71,60 @@ def parts_asked(
     return None
 
 
+def on_this_host(
+    deployment: Deployment, host: Host, needed: Mapping[str, Collection[str]] | None = None
+) -> Deployment:
+    """The deployment with the checkpoints at their paths on this host, which computes the parts
+    `needed` of each model; None: those of the first epoch. Raises ConfigError."""
+    needed = parts_needed(deployment, host) if needed is None else needed
+    own: dict[str, Any] = {}
+    for kind, info in deployment.models:
+        given, shared = getattr(host, kind), deployment.shared.get(kind)
+        if kind != "target" and given is None and (kind not in needed or shared is None):
+            continue
+        path = Path(given or info.path).expanduser()
+        if given is None:
+            path = own_path(path, shared, needed.get(kind, ())) or path
+        if not is_checkpoint(path):
+            what = "folder" if folder_of_checkpoint(path) == path else "file"
+            raise ConfigError(
+                f"Host {host.name} has no {what} {path}; put the {kind} model there, or name its "
+                f"{what} as {kind} of that host in the hosts file."
+            )
+        same = path.absolute() == info.path.absolute()
+        own[kind] = info if same else inspect(str(path))
+    if own["target"].kind != deployment.target.kind:
+        raise ConfigError(
+            f"Host {host.name} has another target in {own['target'].path} than the other hosts "
+            f"({own['target'].kind}, not {deployment.target.kind}); put the same there."
+        )
+    return replace(deployment, **own)
+
+
+def require_weights(deployment: Deployment) -> None:
+    """Raise ConfigError, which names what is missing, unless this machine has the weights that its
+    ranks compute in the first epoch. Other hosts check theirs when they load them."""
+    for host in deployment.hosts:
+        if host.shares_caches and (needed := parts_needed(deployment, host)):
+            for kind, info in on_this_host(deployment, host).models:
+                if lacking := missing(info.path, needed.get(kind, ())):
+                    raise ConfigError(
+                        f"The {kind} {info.path} {clause(lacking)}, which this machine computes; "
+                        "copy the files there, or divide the layers differently."
+                    )
+
+
 def plan_round(
     lacks: Mapping[str, Collection[Block]],
     holders: Mapping[str, Collection[Block]],
     *,
-    on_hub: bool,
+    on_hub: Collection[str],
 ) -> Mapping[str, Transfers]:
-    """What each host gets of a model in the next round. `on_hub`: the hub has every block. Raises
-    ModelError if no host has one, and the hub cannot be asked for it."""
-    having, needing = _hosts_of(holders), _hosts_of(lacks)
+    """What each host gets of a model in the next round. `on_hub`: the hosts that can read all of it
+    from the hub. Raises ModelError if no host has a block, and none can read it there."""
+    lacking = set[Block]().union(*lacks.values())
+    having = {block: [host for host in holders if block in holders[host]] for block in lacking}
+    needing = {block: [host for host in lacks if block in lacks[host]] for block in lacking}
     sent, got = Counter[str](), Counter[str]()
     found: defaultdict[str, defaultdict[str, list[Block]]]
     found = defaultdict(lambda: defaultdict(list))
@@ -80,22 +136,15 @@ def plan_round(
 
     for (_, has, needs, file, _), blocks in groupby(sorted(needing, key=alike), alike):
         run = list(blocks)
-        if not has and not on_hub:
+        able = needs if has else [each for each in needs if each in on_hub]
+        if not able:
             raise ModelError(
                 f"{needs[0]} needs bytes of {file} that no host has; copy it to one of them"
             )
         sources = has or [HUB]
-        for to in sorted(needs, key=got.__getitem__)[: len(sources)]:
+        for to in sorted(able, key=got.__getitem__)[: len(sources)]:
             source = min(sources, key=sent.__getitem__)
             found[to][source] += run
             sent[source] += len(run)
             got[to] += len(run)
-    return found
-
-
-def _hosts_of(blocks: Mapping[str, Collection[Block]]) -> defaultdict[Block, list[str]]:
-    found: defaultdict[Block, list[str]] = defaultdict(list)
-    for host, each in blocks.items():
-        for block in each:
-            found[block].append(host)
     return found

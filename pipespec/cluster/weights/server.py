@@ -11,19 +11,16 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
 from pipespec.controller.certificate import Certificate
-from pipespec.errors import ModelError
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of
 
 # Seconds to prove the key, and for a client that neither asks nor reads.
 HANDSHAKE_S, IDLE_S = 5.0, 60.0
-CHUNK_BYTES = 2**18
 MOST_UNPROVEN = 64  # connections at once that have not proven the key; others are closed
 
 
@@ -45,12 +42,14 @@ def url_of(url: str, file: str) -> str:
 
 class WeightServer(ThreadingTCPServer):
     """Answers at one address of this host, in threads, until the process ends. Raises OSError if
-    it cannot listen there. `find` names the path of a file, or raises ModelError."""
+    it cannot listen there. `find` gives the file of a name, None if there is none."""
 
     request_queue_size = MOST_UNPROVEN
     allow_reuse_address = daemon_threads = True
 
-    def __init__(self, ip: str, certificate: Certificate, find: Callable[[str], Path]) -> None:
+    def __init__(
+        self, ip: str, certificate: Certificate, find: Callable[[str], PartsFile | None]
+    ) -> None:
         self.find = find
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
@@ -84,19 +83,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Be silent: the reader says what is wrong."""
 
     def do_GET(self) -> None:
+        """Send blocks until one is not here, or not as it was recorded."""
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        path, size = Path(), 0
-        with suppress(ModelError, OSError):
-            path = self.server.find(unquote(self.path.removeprefix("/")))
-            size = path.stat().st_size if path.is_file() else 0
-        if wanted is None or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= size:
-            self.send_error(416 if size else 404)
+        if (file := self.server.find(unquote(self.path.removeprefix("/")))) is None:
+            self.send_error(404)
+            return
+        if (
+            wanted is None
+            or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= file.size
+        ):
+            self.send_error(416)
             return
         self.send_response(206)
-        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{file.size}")
         self.send_header("Content-Length", str(stop - start))
         self.end_headers()
-        with path.open("rb") as stream:
-            stream.seek(start)
-            while chunk := stream.read(min(stop - stream.tell(), CHUNK_BYTES)):
-                self.wfile.write(chunk)
+        for block in blocks_of([(start, stop)]):
+            if (data := file.read(block)) is None:
+                self.close_connection = True
+                return
+            first = file.place(block)[0]
+            self.wfile.write(memoryview(data)[max(start - first, 0) : stop - first])

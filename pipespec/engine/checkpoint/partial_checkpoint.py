@@ -43,8 +43,8 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
         return {}
     found = {}
     for file, names in files.names_by_file(parts).items():
-        lacking = list(names) if not file.is_file() else []
-        if is_partial(file):
+        lacking = list(names)
+        if file.is_file():
             own, ranges = PartsFile(file), ranges_of(file)
             lacking = [name for name, stored in names.items() if own.absent([ranges[stored]])]
         if lacking:

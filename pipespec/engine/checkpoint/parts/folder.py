@@ -6,8 +6,7 @@
         model-00001-of-00004.safetensors, ...                    weight files
         .parts/repository.json                                   `Repository`
         .parts/model-00001-of-00004.safetensors.sha256           the record of a file (`parts_file`)
-        .parts/lock                                              locked by what fetches into it
-        .parts/users                                             by what will fetch more, or sends
+        .parts/lock                                              locked by what changes it
 
 A file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders that
 one is used while the hub cannot be reached whose `repository.json` was written last.
@@ -29,14 +28,14 @@ from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_p
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names
 from pipespec.engine.formats.safetensors_folder import is_whole
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ConfigError
 from pipespec.system.files import lock_file, write_atomically
 from pipespec.system.folders import cache_folder
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
-REPOSITORY, USERS = f"{RECORDS}/repository.json", f"{RECORDS}/users"
+REPOSITORY = f"{RECORDS}/repository.json"
 
 
 @dataclass(frozen=True)
@@ -166,20 +165,17 @@ def _last_used(root: Path) -> Path | None:
 
 
 @contextmanager
-def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into a folder. The process is named in the file of the lock
-    while it holds it: what one that was killed has left is compared with its hashes. Raises
-    ModelError if another one holds the lock and this must not `wait`, or the folder cannot be
-    written."""
+def sole_fetcher(folder: Path) -> Iterator[None]:
+    """Be the only process that changes a folder, after any other. The process is named in the file
+    of the lock while it holds it: what one that was killed has left is compared with its hashes.
+    Raises ModelError if the folder cannot be written."""
     path = folder / RECORDS / "lock"
     with ExitStack() as held, reported(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.parent.mkdir(exist_ok=True)
         if (lock := lock_file(path)) is None:
-            holder = f"{path.read_text() or 'another process'} fetches into {folder}"
-            if not wait:
-                raise ModelError(f"{holder}; wait until it has ended")
-            log.warning("%s; waiting until it has ended", holder)
+            holder = path.read_text() or "another process"
+            log.warning("%s fetches into %s; waiting until it has ended", holder, folder)
             lock = lock_file(path, wait=True)
         assert lock is not None
         held.callback(os.close, lock)
@@ -220,12 +216,9 @@ def entries() -> Iterator[CacheEntry]:
 
 
 def remove(entry: CacheEntry) -> None:
-    """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError, also where
-    a process fetches into it, or does so again soon."""
-    with sole_fetcher(entry.folder, wait=False):
-        if (lock := lock_file(entry.folder / USERS)) is None:
-            raise ModelError(f"a distribution uses {entry.folder}; wait until it has ended")
-        os.close(lock)  # new users need the fetcher's lock
+    """Remove a folder, once no process fetches into it. Ranks that have loaded weights from it go
+    on. Raises ModelError."""
+    with sole_fetcher(entry.folder):
         shutil.rmtree(entry.folder)
         if not any(entry.folder.parent.iterdir()):
             entry.folder.parent.rmdir()

@@ -12,6 +12,7 @@ without a record counts as here, unless it is a link; elsewhere files are whole.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from pipespec.engine.formats.gguf_file import GgufFile
 from pipespec.engine.formats.safetensors_headers import tensor_ranges
 from pipespec.errors import ModelError
 
+log = logging.getLogger(__name__)
 Range = tuple[int, int]  # bytes of a file: start and stop
 BLOCK_BYTES = 2**20
 RECORDS = ".parts"  # in folders of the parts cache alone
@@ -73,22 +75,30 @@ class PartsFile:
     def num_bytes(self, blocks: Iterable[int]) -> int:
         return sum(stop - start for start, stop in map(self.place, blocks))
 
-    def write(self, block: int, data: bytes | memoryview, sha: bytes | None = None) -> bool:
-        """Write a block, and then its hash; False: that is not the one which was expected."""
-        if sha not in (None, found := hashlib.sha256(data).digest()):
-            return False
+    def read(self, block: int) -> bytes | None:
+        """The bytes of a block; None: it is not here, or they are not as recorded, and then it does
+        not count as here any more."""
+        start, stop = self.place(block)
+        with self.path.open("rb") as stream:
+            stream.seek(start)
+            data = stream.read(stop - start)
+        if self.record is None or hashlib.sha256(data).digest() == self.digest(block):
+            return data
+        if self.has(block):
+            log.warning("%s is not as it was fetched, so a block of it is dropped", self.path)
+            for each in (block, self.num_blocks):  # the whole is to be compared again
+                self._note(each, ABSENT)
+        return None
+
+    def write(self, block: int, data: bytes | memoryview) -> None:
+        """Write a block, and then its hash."""
         _write(self.path, data, block * BLOCK_BYTES)
-        self._note(block, found)
-        return True
+        self._note(block, hashlib.sha256(data).digest())
 
     def verify(self) -> None:
         """Forget the blocks whose bytes are not as recorded."""
-        with self.path.open("rb") as stream:
-            for each in filter(self.has, range(self.num_blocks)):
-                stream.seek(each * BLOCK_BYTES)
-                if hashlib.sha256(stream.read(BLOCK_BYTES)).digest() != self.digest(each):
-                    self._note(each, ABSENT)
-                    self._note(self.num_blocks, ABSENT)  # the whole is to be compared again
+        for each in filter(self.has, range(self.num_blocks)):
+            self.read(each)
 
     def compare(self, sha256: str | None) -> None:
         """If all of the file is here, compare it with its SHA-256, if that is known, unless it was

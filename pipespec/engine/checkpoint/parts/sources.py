@@ -14,7 +14,7 @@ import re
 import shutil
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import groupby
@@ -24,12 +24,13 @@ from urllib.parse import quote, urlsplit
 from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
 from pipespec.errors import ModelError
+from pipespec.system.validation import reason
 
 # Seconds to wait for a connection to the hub, to a host, and for the next bytes of an answer.
 CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
 # Tries without a byte of progress, also of a host, and the seconds between them, which double.
 MAX_TRIES, HOST_TRIES = 6, 2
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+FIRST_WAIT_S = 0.5
 LONGEST_ASKED_S = 300.0  # that a server may ask to wait (Retry-After)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 TOKEN = "authorization"  # the header that holds it
@@ -37,24 +38,11 @@ COMMIT = re.compile("[0-9a-f]{40}")
 NUM_CONNECTIONS = 8
 REQUEST_BLOCKS = 4  # neighbours that are fetched by one request
 SPARE_BYTES, GIB = 256 * 2**20, 2**30  # left free on the disk
-# Blocks by file, and the hash of each by the source's record, if it has one.
-Wanted = Mapping[PartsFile, Mapping[int, bytes | None]]
+Wanted = Mapping[PartsFile, Iterable[int]]  # blocks of files
 
 
 class Unavailable(ModelError):
-    """A source cannot be read, now or from here; its cause says why, as a clause."""
-
-
-class WrongBytes(ModelError):
-    """A source sends other bytes than it has recorded."""
-
-
-class _Again(Exception):
-    """A request failed in a way that may pass; `wait_s`: what the server asks for."""
-
-    def __init__(self, why: str, wait_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait_s = wait_s
+    """A source cannot be read, now or from here."""
 
 
 class RangeSource:
@@ -72,9 +60,12 @@ class RangeSource:
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
         self._max_tries, self._connect_s = MAX_TRIES, CONNECT_S
+        self._remedy = "check the network, or try again later"
         if context is not None:
             self._session = type(self._session)(verify=context, trust_env=False)
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
+            self.name = f"{name} at {urlsplit(next(iter(urls.values()))).hostname}"
+            self._remedy = "correct its address or interface, and let firewalls admit TCP to it"
 
     def locate(self, file: str) -> str:
         """The URL of a file, until that is refused."""
@@ -108,21 +99,21 @@ class RangeSource:
         with self._session.stream("GET", url, **how) as answer:
             if TOKEN not in headers and answer.status_code in (401, 403):
                 self.located.pop(file, None)
-                raise _Again(f"its signed URL is refused ({answer.status_code})")
+                raise ConnectionError(f"its signed URL is refused ({answer.status_code})")
             utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             if (whole := answer.status_code == 200) and part != (0, size):
-                raise _Again("it does not send parts of files (range requests)")
+                raise ConnectionError("it does not send parts of files (range requests)")
             stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
             if not whole and found != stated:
-                raise _Again(f"it sends the range {found!r} for {stated!r}")
+                raise ConnectionError(f"it sends the range {found!r} for {stated!r}")
             before = len(data)
             for chunk in answer.iter_raw():
                 data += chunk
                 if len(data) - before > stop - start:  # what came before is not trusted either
                     del data[before:]
-                    raise _Again("it sends more bytes than were asked for")
+                    raise ConnectionError("it sends more bytes than were asked for")
             if len(data) - before < stop - start:
-                raise _Again("it ended the answer early")
+                raise ConnectionError("it ended the answer early")
 
     def tried(
         self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES, got: Sized = ()
@@ -140,43 +131,33 @@ class RangeSource:
                 raise Unavailable("HF_HUB_OFFLINE is set") from error
             except HFValidationError as error:
                 raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
-            except (_Again, http_error) as error:
-                again = error if isinstance(error, _Again) else self._again(error)
+            except (ConnectionError, http_error) as error:
+                why, wait_s = self._passing(error)
+                cause = error
             tries = tries + 1 if len(got) == before else 1
             before = len(got)
             if self.stopped.is_set():
-                raise Unavailable(f"reading from {self.name} was stopped") from again
-            if tries >= max_tries or again.wait_s > LONGEST_ASKED_S:
+                raise Unavailable(f"reading from {self.name} was stopped") from cause
+            if tries >= max_tries or wait_s > LONGEST_ASKED_S:
                 raise Unavailable(
-                    f"{self.name} did not send {what}, though asked {tries} times: {again}; check "
-                    "the network, or try again later"
-                ) from again
-            backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S)
-            self.wait(max(backoff * random.uniform(0.75, 1.25), again.wait_s))
+                    f"{self.name} did not send {what}, though asked {tries} times: {why}; "
+                    f"{self._remedy}"
+                ) from cause
+            backoff = FIRST_WAIT_S * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
+            self.wait(max(backoff, wait_s))
 
-    def _again(self, error: Any) -> _Again:
-        """Why and when to ask again after an HTTP error. Raises ModelError if that is of no use."""
+    def _passing(self, error: Any) -> tuple[str, float]:
+        """Why a request failed, and for how many seconds the server asks to wait. Raises ModelError
+        if it is of no use to ask again."""
         if (answer := getattr(error, "response", None)) is None:
-            return _Again(" ".join(str(error).split())[:200] or type(error).__name__)
+            return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
         asked = answer.headers.get("Retry-After", "").strip()
-        wait_s = float(asked) if asked.isdigit() else 0.0
-        return _Again(f"it answers {answer.status_code}", wait_s)
+        return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:
         return Unavailable(f"{self.name} answers {status}")
-
-
-class GivenSource(RangeSource):
-    """A source whose parts of files a function reads."""
-
-    def __init__(self, name: str, read: Callable[[str, Range, int], bytes]) -> None:
-        super().__init__(name, {})
-        self._read = read
-
-    def read(self, file: str, part: Range, size: int) -> bytes:
-        return self._read(file, part, size)
 
 
 class HubSource(RangeSource):
@@ -236,15 +217,21 @@ class HubSource(RangeSource):
 
 
 def fetch(
-    asked: Sequence[tuple[RangeSource, Wanted]], moved: Callable[[int], object] = lambda count: None
-) -> dict[RangeSource, ModelError]:
-    """Fetch blocks from several sources at once; why a source was given up: Unavailable or
-    WrongBytes. `moved` is called with numbers of bytes, from several threads. The caller holds the
-    lock of the folder. Memory: REQUEST_BLOCKS per connection. Raises ModelError: the disk is too
-    small, or a source refuses; OSError if it cannot be written."""
-    files = {file for _, wanted in asked for file in wanted}
-    total = sum(file.num_bytes(some) for _, wanted in asked for file, some in wanted.items())
-    for folder in {file.path.parent for file in files} if total else ():
+    asked: Mapping[RangeSource, Wanted], moved: Callable[[int], object] = lambda count: None
+) -> dict[RangeSource, Unavailable]:
+    """Fetch blocks of the files of a folder, whose lock the caller holds, from several sources at
+    once; why some were given up. `moved` is called with numbers of bytes, from several threads.
+    Memory: REQUEST_BLOCKS per connection. Raises ModelError: the disk is too small, or a source
+    refuses; OSError if it cannot be written."""
+    runs = [
+        (source, file, run)
+        for source, wanted in asked.items()
+        for file, blocks in wanted.items()
+        for run in _neighbours(blocks)
+    ]
+    files = {file for _, file, _ in runs}
+    total = sum(file.num_bytes(run) for _, file, run in runs)
+    for folder in {file.path.parent for file in files}:
         free = shutil.disk_usage(folder).free
         if total + SPARE_BYTES > free:
             raise ModelError(
@@ -252,41 +239,32 @@ def fetch(
                 "free there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another "
                 "disk"
             )
-    failed: dict[RangeSource, ModelError] = {}
+    failed: dict[RangeSource, Unavailable] = {}
 
-    def get(
-        source: RangeSource, file: PartsFile, run: Sequence[int], hashes: Mapping[int, bytes | None]
-    ) -> None:
-        """Fetch neighbouring blocks and record them."""
+    def get(source: RangeSource, file: PartsFile, run: Sequence[int]) -> None:
         if source in failed or source.stopped.is_set():
             return
         places = [*map(file.place, run)]
         begin = places[0][0]
         try:
             read = source.read(file.path.name, (begin, places[-1][1]), file.size)
-            for block, (start, stop) in zip(run, places, strict=True):
-                data = memoryview(read)[start - begin : stop - begin]
-                if not file.write(block, data, hashes[block]):
-                    raise WrongBytes(f"{source.name} sends wrong bytes of {file.path.name}")
-                moved(stop - start)
-        except (Unavailable, WrongBytes) as error:
+        except Unavailable as error:
             failed.setdefault(source, error)
+            return
+        for block, (start, stop) in zip(run, places, strict=True):
+            file.write(block, memoryview(read)[start - begin : stop - begin])
+            moved(stop - start)
 
     with ExitStack() as stack:
-        tasks = []
-        for source, wanted in asked:  # with connections of its own: none waits for another source
-            pool = ThreadPoolExecutor(max(1, NUM_CONNECTIONS // len(asked)))
-            stack.enter_context(pool)
-            for file, some in wanted.items():
-                # Neighbours, a few of which are fetched together.
-                numbered = enumerate(sorted(some))
-                for _, run in groupby(numbered, lambda e: (e[1] - e[0], e[1] // REQUEST_BLOCKS)):
-                    tasks.append(pool.submit(get, source, file, [block for _, block in run], some))
+        # Each with connections of its own: none waits for another source.
+        each_has = max(1, NUM_CONNECTIONS // max(1, len(asked)))
+        pools = {of: stack.enter_context(ThreadPoolExecutor(each_has)) for of in asked}
+        tasks = [pools[run[0]].submit(get, *run) for run in runs]
         try:
             for task in as_completed(tasks):
                 task.result()
         except BaseException:
-            for source, _ in asked:
+            for source in asked:
                 source.stopped.set()
             raise
         finally:
@@ -295,8 +273,14 @@ def fetch(
     return failed
 
 
-def fetch_all(source: RangeSource, wanted: Mapping[PartsFile, Iterable[int]]) -> None:
+def _neighbours(blocks: Iterable[int]) -> Iterator[list[int]]:
+    """Those blocks together that one request asks for."""
+    numbered = enumerate(sorted(blocks))
+    for _, run in groupby(numbered, lambda each: (each[1] - each[0], each[1] // REQUEST_BLOCKS)):
+        yield [block for _, block in run]
+
+
+def fetch_all(source: RangeSource, wanted: Wanted) -> None:
     """Fetch blocks from the one source that there is. Raises ModelError, OSError."""
-    asked = {file: dict.fromkeys(blocks) for file, blocks in wanted.items()}
-    for error in fetch([(source, asked)]).values():
+    for error in fetch({source: wanted}).values():
         raise error

@@ -17,8 +17,8 @@ from pipespec.cluster.deployment.checks import (
     shared_gpu,
     without_ggml,
 )
-from pipespec.cluster.deployment.deployment import Deployment, fit_context
-from pipespec.cluster.redis_setup import kept_model, own_address
+from pipespec.cluster.deployment.deployment import Deployment, fit_context, own_address
+from pipespec.cluster.redis_setup import kept_model
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, own_name
 from pipespec.engine.inspection.inspection import CheckpointInfo
@@ -237,7 +237,7 @@ def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(
             raise OSError(-9, "Address family for hostname not supported")
         return "fd00::1"
 
-    monkeypatch.setattr("pipespec.cluster.redis_setup.source_address", source_address)
+    monkeypatch.setattr("pipespec.cluster.deployment.deployment.source_address", source_address)
     assert own_address([Host("b", "fd00::2")]) == "fd00::1"
     with pytest.raises(ConfigError, match="no route to fd00::3"):
         own_address([Host("b", "fd00::3")])

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipespec.cluster.weights.locations import described
+from pipespec.cluster.weights.distribution import described
+from pipespec.cluster.weights.server import WeightServer, tls_context, url_of
+from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import open_repository, repository_of
 from pipespec.engine.checkpoint.parts.folder import entries
-from pipespec.engine.checkpoint.parts.parts_file import Range
-from pipespec.engine.checkpoint.parts.sources import GivenSource
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile
+from pipespec.engine.checkpoint.parts.sources import RangeSource
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
-
-
-def read(file: str, part: Range, size: int) -> bytes:  # noqa: ARG001 - of a source
-    """As a host that has it."""
-    return (TARGET / file).read_bytes()[slice(*part)]
 
 
 @pytest.fixture
@@ -34,7 +32,11 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     told: dict[str, Any], tmp_path: Path
 ) -> None:
     repository = described(told, "beta")
-    path = open_repository(GivenSource("beta", read), repository)
+    made = Certificate.make()
+    server = WeightServer("127.0.0.1", made, lambda file: PartsFile(TARGET / file))
+    urls = {file: url_of(server.url, file) for file in repository.files}
+    context = tls_context(made, ssl.PROTOCOL_TLS_CLIENT)
+    path = open_repository(RangeSource("beta", urls, context), repository)
     assert path == repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
@@ -58,7 +60,7 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
 def test_a_description_that_leads_out_of_its_folder_is_refused(
     change: dict[str, Any], told: dict[str, Any]
 ) -> None:
-    with pytest.raises(ModelError, match="is no folder of one checkpoint"):
+    with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told | change, "beta")
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from pipespec.cluster.weights.distribution import Peer as FarPeer
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost
 from pipespec.cluster.weights.plan import parts_needed
+from pipespec.cluster.weights.server import url_of
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
 from pipespec.config.hosts import own_name
@@ -131,7 +130,6 @@ def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
     monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
     made = Certificate.make()
     listening = WeightHost(lambda count: None).listen("beta.internal", None, made.cert, made.key)
-    assert listening is not None
     assert listening.startswith("https://127.0.0.1:")
 
 
@@ -171,28 +169,27 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     whole = resource_dir("demo") / "target"
     repository = asdict(replace(repository_of(whole, as_folder=True), path="/models/nowhere"))
     moved: list[int] = []
-    hosts = [WeightHost(moved.append) for _ in range(2)]
+    alpha, *hosts = (WeightHost(moved.append) for _ in range(3))
+    assert alpha.describe(str(whole)) is not None
+    made = Certificate.make()
+    url = alpha.listen("127.0.0.1", None, made.cert, made.key)
     wanted = ("config.json", 0)
+    urls = {wanted[0]: url_of(url, wanted[0])}
+    source = {"urls": urls, "certificate": (made.cert, made.key), "wanted": [wanted]}
     for each in hosts:
         assert not each.prepare(repository, ["0"])
-        assert each.offer([wanted]) == []
-    data = (whole / "config.json").read_bytes()
-    text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
-    source = {"name": "alpha", "data": text}
+        assert each.offer([wanted], [wanted]) == []
+    assert not [entry for entry in entries() if entry.whole_bytes]  # it is not finished
     for each in hosts:
-        assert each.fetch([source | {"wanted": [(*wanted, None)]}]) == found | {"failed": {}}
-    assert moved == [len(data)]
-    # Between two calls nobody holds the lock; what was noted as here must stay.
-    for entry in entries():
-        with pytest.raises(ModelError, match=r"^a distribution uses .*; wait until it has ended$"):
-            remove(entry)
-    wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
-    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": {"alpha": ""}}
-    for used in (used for each in hosts for used in each._used.values()):
-        os.close(used)
-    for entry in entries():
-        remove(entry)
-    assert not [*entries()]
+        assert each.fetch({"alpha": source}) == {}
+        assert each.offer([wanted], [wanted]) == [wanted]
+    assert moved == [(whole / wanted[0]).stat().st_size]
+    (entry,) = entries()
+    assert entry.whole_bytes
+    remove(entry)  # a distribution notices what is not here any more
+    assert hosts[0].offer([wanted], [wanted]) == []
+    (entry,) = entries()
+    assert not entry.whole_bytes
 
 
 # --- epochs that wait for their weights -------------------------------------------------------
@@ -204,9 +201,8 @@ def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
 ) -> None:
     ready, asked = threading.Event(), list[Deployment]()
 
-    def distribute(changed: Deployment, on_warning: Callable[[str], None]) -> None:
+    def distribute(changed: Deployment) -> None:
         asked.append(changed)
-        on_warning("gamma cannot read weights from alpha.")
         assert ready.wait(PATIENCE_S)
         if fails:
             raise ModelError("no host has them")
@@ -225,8 +221,7 @@ def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
     layers = {str(number) for number in range(NUM_LAYERS // 2, NUM_LAYERS)}
     assert layers <= parts_needed(changed, changed.hosts[1])["target"]
     assert not changed.fetched
-    sentences = ["gamma cannot read weights from alpha."] + ["no host has them"] * fails
-    assert caplog.messages == [f"weights of the new layout: {each}" for each in sentences]
+    assert caplog.messages == ["weights of the new layout: no host has them"] * fails
 
 
 def test_nothing_moves_for_too_few_workers_or_on_one_machine(deployment: Deployment) -> None:

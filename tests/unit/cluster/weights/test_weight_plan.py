@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ def some(*numbers: int) -> set[Block]:
     return set(map(block, numbers))
 
 
-def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[str]]:
+def rounds(lacks: Held, holders: Held, *, on_hub: Collection[str] = ()) -> list[Counter[str]]:
     """How many blocks each source sends in each round, until no host lacks any."""
     found = []
     while any(lacks.values()):
@@ -33,7 +34,7 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
         plan = plan_round(lacks, holders, on_hub=on_hub)
         transfers = {(to, source): of for to, each in plan.items() for source, of in each.items()}
         for (to, source), blocks in transfers.items():
-            assert source == HUB or holders[source] >= set(blocks)
+            assert to in on_hub if source == HUB else holders[source] >= set(blocks)
             assert lacks[to] >= set(blocks) and source != to
             sent[source] += len(blocks)
             moved.update(blocks)
@@ -56,25 +57,27 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
         (
             dict.fromkeys("bcd", some(*range(12))),
             {"a": some(*range(12))},
-            False,
+            "",
             [{"a": 12}, {"a": 7, "b": 4, "c": 6, "d": 7}],
         ),
         # A busy host leaves to others what they have too.
         (
             {"c": some(*range(10))},
             {"a": some(*range(10)), "b": some(*range(6, 10))},
-            False,
+            "",
             [{"a": 6, "b": 4}],
         ),
         # What is on no host, the hub sends once.
-        (dict.fromkeys("ab", some(1, 2)), {}, True, [{HUB: 2}, {"a": 1, "b": 1}]),
+        (dict.fromkeys("ab", some(1, 2)), {}, "ab", [{HUB: 2}, {"a": 1, "b": 1}]),
+        # To those who can read there.
+        (dict.fromkeys("abc", some(1, 2)), {}, "b", [{HUB: 2}, {"b": 2}, {"a": 1, "b": 1}]),
         # Neighbours come from one source.
-        ({"c": RUN}, {"a": RUN, "b": RUN}, False, [{"a": RUN_BLOCKS}]),
+        ({"c": RUN}, {"a": RUN, "b": RUN}, "", [{"a": RUN_BLOCKS}]),
     ],
-    ids=["passed on", "busy", "from the hub", "neighbours"],
+    ids=["passed on", "busy", "from the hub", "from the hub to one", "neighbours"],
 )
 def test_blocks_are_sent_as_evenly_as_can_be(
-    lacks: Held, holders: Held, on_hub: bool, sent: list[dict[str, int]]
+    lacks: Held, holders: Held, on_hub: str, sent: list[dict[str, int]]
 ) -> None:
     assert rounds(lacks, holders, on_hub=on_hub) == sent
 
@@ -82,7 +85,7 @@ def test_blocks_are_sent_as_evenly_as_can_be(
 def test_a_block_that_no_host_has_names_its_file() -> None:
     sentence = r"^b needs bytes of m\.safetensors that no host has; copy it to one of them"
     with pytest.raises(ModelError, match=sentence):
-        plan_round({"b": some(1, 2)}, {"a": some(1)}, on_hub=False)
+        plan_round({"b": some(1, 2)}, {"a": some(1)}, on_hub=["a"])
 
 
 sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(block, st.integers(0, 20))))
@@ -93,6 +96,6 @@ def test_every_host_gets_all_that_it_lacks_and_the_hub_sends_nothing_twice(
     lacks: Held, holders: Held
 ) -> None:
     lacks = {name: blocks - holders.get(name, set()) for name, blocks in lacks.items()}
-    found = rounds(lacks, holders, on_hub=True)
+    found = rounds(lacks, holders, on_hub=HOSTS)
     on_hosts = set[Block]().union(*holders.values())
     assert sum(each[HUB] for each in found) == len(set[Block]().union(*lacks.values()) - on_hosts)

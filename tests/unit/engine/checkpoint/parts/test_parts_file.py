@@ -97,6 +97,16 @@ def test_what_was_recorded_is_known_to_the_next_process(file):
         assert again.digest(each) == sha
 
 
+def test_a_block_that_has_changed_on_the_disk_is_not_here_any_more(file, caplog):
+    put(file, 0, 1)
+    assert [file.read(each) for each in range(3)] == [DATA[:10], DATA[10:20], None]
+    file.path.write_bytes(DATA[:10] + b"?" + DATA[11:])
+    assert [file.read(each) for each in range(2)] == [DATA[:10], None]
+    assert PartsFile(file.path).absent() == list(range(1, NUM_BLOCKS))
+    (said,) = caplog.messages
+    assert said == f"{file.path} is not as it was fetched, so a block of it is dropped"
+
+
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 40])
 def test_a_record_that_was_cut_has_the_blocks_before(length, file):
     put(file, 0, 1)
