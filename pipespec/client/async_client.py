@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from pipespec.client import registry
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.async_request_log import (
     AsyncRedisConnection,
     AsyncRequestLog,
@@ -389,8 +390,11 @@ class AsyncClient:
     async def _reporters(self) -> tuple[int, bool]:
         if self._own is not None:
             return self._own.reporters()
-        now = await self.log.epoch()
-        return self.running.num_ranks, now is not None and now > self.running.epoch
+        if (now := await self.log.epoch()) is None:
+            return self.running.num_ranks, False
+        number, assignment = now  # hosts may have joined or left since it is up
+        count = len(RankAssignment.decode(assignment).workers) if assignment else 0
+        return count or self.running.num_ranks, number > self.running.epoch
 
     async def _found_again(self) -> bool:
         """Whether the cluster's name now belongs to one that was started again."""

@@ -229,10 +229,12 @@ class AsyncRequestLog:
                 [("XADD", key, "MAXLEN", 1, "*", "more", ""), ("EXPIRE", key, KEEP_LISTENER_S)]
             )
 
-    async def epoch(self) -> int | None:
-        """The number of the cluster's epoch; None: nothing is known of the cluster."""
-        found = await self._patiently(self._pipe, ("GET", self._keys.epoch))
-        return None if found is None else int(found)
+    async def epoch(self) -> tuple[int, str] | None:
+        """The cluster's epoch and its assignment; None: nothing is known of the cluster."""
+        command = ("XREVRANGE", self._keys.assignments, "+", "-", "COUNT", 1)
+        for number, (_, assignment) in await self._patiently(self._pipe, command):
+            return int(number.partition(b"-")[0]), assignment.decode()
+        return None
 
     async def look(self) -> ClusterStatus | None:
         """As `read_status` does, without patience."""
