@@ -157,8 +157,6 @@ def print_statistics(result: Result, *, full: bool = False) -> None:
 
     table = Table("", "", title=summary, show_header=False, title_justify="left")
     for name, value in stats.items():
-        if name == "cached_tokens" and not value:
-            continue  # nothing was shared, as alone nothing can be
         if name == "overruns" and not stats["emulated"]:
             continue  # of the emulated machine
         table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))

@@ -195,7 +195,7 @@ def process_table(processes: Sequence[Mapping[str, Any]]) -> Table:
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return " to ".join(map(str, value))
+        return " to ".join(dict.fromkeys(map(str, value)))  # of one layer its number alone
     return "-" if value is None else f"{value:.0%}" if isinstance(value, float) else str(value)
 
 
@@ -227,7 +227,7 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
         scored = f"{per_step('scored')} nodes scored by the mid-size model per step; "
     shares = ", ".join(f"{share:.0%}" for share in busy.values())
     return (
-        f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
+        f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} decided, "
         f"{per_step('prompt_rows')} of prompts, {per_step('draft_rows')} draft tokens "
         f"({per_step('draft_hits')} accepted, {per_step('draft_hits_expected')} expected); "
         f"{per_step('rounds')} draft rounds per step; {scored}stages busy {shares or '-'}; "

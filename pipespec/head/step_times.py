@@ -131,7 +131,8 @@ class SizeTimes:
             guess = np.interp(at, of_stage, stage_ms)
             took = np.array([ms for _, ms in measured])
             # Steps that are shorter than stages seemed say how much faster these are.
-            faster, more = np.minimum(took / guess, 1), np.maximum(took - guess, 0)
+            faster = np.minimum(took / np.maximum(guess, 1e-6), 1)
+            more = np.maximum(took - guess, 0)
             for rows, ms in self._stages:
                 if not at:
                     base[rows] = ms

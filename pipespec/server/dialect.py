@@ -77,6 +77,9 @@ class DialectBody(RequestBody):
         """The id of the reply that it continues."""
         return None
 
+    def resolve_model(self, served: Sequence[str]) -> None:
+        """Replace a spelling of the model's name that this dialect allows by the served name."""
+
     def translate(self, kept: bytes) -> Translation:
         """The request without `passed` fields; `kept` is what `ReplyFormat.kept` was of the reply
         that it continues, or empty. Raises ApiError."""

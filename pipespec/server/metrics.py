@@ -135,7 +135,7 @@ def _shared(status: ClusterStatus) -> Iterable[Metric]:
 
 def _own(status: ClusterStatus) -> Iterable[Metric]:
     totals, state = status.totals, status.state
-    yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
+    yield Gauge("epoch", "Epoch: starts, recoveries and changes of hosts so far", status.epoch)
     yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
     yield Gauge("kv_slots", "KV slots of every stage", state.get("kv_slots"))
     yield Gauge("kv_slots_held", "KV slots in use", state.get("kv_slots_held"))

@@ -144,6 +144,8 @@ class Preparer:
         fields = self._fields(body_routes()[path].body, body)
         if isinstance(fields, GenerationRequest):
             return self._prepared(fields, self._of_openai(fields))
+        if isinstance(fields, DialectBody):
+            fields.resolve_model(self._names)
         check_model(self._names, fields.model)
         if isinstance(fields, TokenizeRequest):
             return self._tokenize(fields)

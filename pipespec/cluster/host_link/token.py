@@ -113,7 +113,10 @@ class Invitations:
         """Let the host in that has proven that key; it lets in no other. Raises Refused."""
         with self._lock:
             if fingerprint in self._used:
-                raise Refused("this invitation was used already, and lets in one host only")
+                raise Refused(
+                    "this invitation was used already, and lets in one host only; "
+                    "`pipespec invite` prints another"
+                )
             if self._expiring[fingerprint] <= self._clock():
                 raise Refused("this invitation has expired")
             self._used.add(fingerprint)

@@ -42,7 +42,7 @@ from pipespec.timing.clock import monotonic_ns
 # Ollama's clients look for the context under the name of the architecture, which a server does not
 # know.
 ARCHITECTURE = "pipespec"
-
+LATEST = ":latest"
 
 # What is known of a model's weights: nothing, as hosts may hold them in different formats.
 DETAILS = {
@@ -52,12 +52,20 @@ DETAILS = {
 }
 
 
-class ShowRequest(DialectBody):
+class OllamaBody(DialectBody):
+    model: Annotated[str, Field(min_length=1)]
+
+    def resolve_model(self, served: Sequence[str]) -> None:
+        """A name without a tag is the same as with `:latest`."""
+        if self.model not in served:
+            names = {name.removesuffix(LATEST): name for name in served}
+            self.model = names.get(self.model.removesuffix(LATEST), self.model)
+
+
+class ShowRequest(OllamaBody):
     """POST /api/show."""
 
     passed = frozenset[str]()
-
-    model: Annotated[str, Field(min_length=1)]
 
     def translate(self, kept: bytes) -> Translation:
         return Translation({"model": self.model}, reply=_show_reply)
@@ -159,10 +167,9 @@ NAMES = {
 }
 
 
-class OllamaRequest(DialectBody):
+class OllamaRequest(OllamaBody):
     refused, names = REFUSED, NAMES
 
-    model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None

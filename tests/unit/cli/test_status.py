@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pipespec.cli.status import processes, versions
+import pytest
+
+from pipespec.cli.status import process_table, processes, versions, work
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.console.terminal import show
 from pipespec.controller.cluster_status import ClusterStatus
 
 
@@ -36,3 +39,20 @@ def test_every_process_is_listed_with_what_it_does() -> None:
     ]
     assert (found[1]["busy"], found[1]["waits"], found[3]["busy"]) == (0.4, 0.5, None)
     assert versions(found) == "version: 1 on b; 2 on b"
+
+
+def test_lone_layer_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    processes = [{"host": "a", "layers": [6, 6]}, {"host": "b", "layers": [7, 9]}]
+    show(process_table(processes))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "-", "-", "6", "-"] in [row[:5] for row in rows]
+    assert ["b", "-", "-", "7", "to", "9"] in [row[:6] for row in rows]
+
+
+def test_line_of_figures_calls_rows_as_the_glossary_does() -> None:
+    counts = {"steps": 4, "tokens": 6, "root_rows": 3, "prompt_rows": 2, "draft_rows": 8}
+    counts |= {"draft_hits": 2, "draft_hits_expected": 1, "rounds": 4, "kv_slots": 9}
+    rest = ("kv_slots_held", "kv_slots_retained", "cache_hits", "cache_queries", "preemptions")
+    line = work(counts | dict.fromkeys(rest, 0), {})
+    assert line is not None
+    assert "1.50 tokens per step; rows per step: 0.75 decided, 0.50 of prompts" in line

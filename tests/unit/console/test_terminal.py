@@ -64,6 +64,14 @@ def test_overruns_are_shown_only_where_times_are_emulated(
     assert ("overruns" in out, "overruns" in err) == (emulated, emulated)
 
 
+def test_cached_tokens_are_shown_also_where_there_were_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stats = PLAIN | {"cached_tokens": 0}
+    print_statistics(Result("a", [1], None, 1, 1, "length", stats), full=True)
+    assert "tokens of the prompt found in KV" in capsys.readouterr().err
+
+
 def test_statistics_that_ended_in_any_way(capsys: pytest.CaptureFixture[str]) -> None:
     print_statistics(Result("a", [1], None, 1, 1, "[/red]", {**PLAIN, "a": NASTY}), full=True)
     err = capsys.readouterr().err

@@ -82,6 +82,12 @@ def test_an_earlier_run_gives_the_shape_and_the_steps_of_this_one_the_speed():
     assert not slower.is_known(32)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_stages_that_took_no_time_do_not_divide_steps_by_zero():
+    made = times((1, 13.0), (64, 50.0), stages=((1, 0.0), (64, 0.0)))
+    assert 0 < made.at(1) < made.at(64) <= 50
+
+
 @pytest.mark.parametrize(("shared", "rows", "ms"), [(True, 8, 32), (False, 14, 56)])
 def test_whether_the_sum_of_the_rows_counts_is_learnt(shared: bool, rows: int, ms: float):
     """Ranks that share cores take as long as all rows together, others as the largest batch."""

@@ -130,7 +130,7 @@ function stage(rank) {
     make("div", { class: "bar" }, make("span", { class: "busy" })),
     make("div", { class: "bar rows" }, ...KINDS.map((kind) => make("span", { class: kind }))),
     make("small", { class: "words" }),
-    make("small", { class: "link", "data-word": "link" }),
+    make("small", { class: "link", "data-word": "waits" }),
   );
   return explain(card);
 }

@@ -12,6 +12,8 @@ import pytest
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
 from pipespec.extras.dialects.ollama import OllamaChatRequest, OllamaFormat, tags_reply
+from pipespec.server.api_errors import ApiError
+from pipespec.server.options import ServerOptions
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER
@@ -115,6 +117,28 @@ def test_request_without_a_prompt_is_answered_at_once(
     kind: Any = ollama.ChatResponse if path == CHAT else ollama.GenerateResponse
     told = kind(**json.loads(reply))
     assert (told.done, told.done_reason) == (True, "load")
+
+
+@pytest.mark.parametrize(
+    ("served_name", "asked", "found"),
+    [
+        ("demo", "demo:latest", "demo"),
+        ("demo:latest", "demo", "demo:latest"),
+        ("demo:latest", "demo:latest", "demo:latest"),
+        ("demo", "demo:7b", None),
+        ("demo", "other:latest", None),
+    ],
+)
+def test_name_without_a_tag_is_the_same_as_with_latest(
+    served: ModelInfo, served_name: str, asked: str, found: str | None
+) -> None:
+    preparer = Preparer(dialects.entry_of(served), ServerOptions((served_name,)))
+    if found is None:
+        with pytest.raises(ApiError, match="is not served here"):
+            dialects.prepared(preparer, CHAT, ASKED | {"model": asked})
+        return
+    assert dialects.prepared(preparer, CHAT, ASKED | {"model": asked}).model == found
+    assert isinstance(preparer.prepare(SHOW, json.dumps({"model": asked}).encode()), bytes)
 
 
 # --- replies ----------------------------------------------------------------------------------
