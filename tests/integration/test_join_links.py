@@ -31,7 +31,6 @@ from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
-from pipespec.config.hosts import LOCAL
 from pipespec.errors import HostFailed
 from pipespec.placement.costs import Worker
 from tests.helpers.listening import listening
@@ -213,9 +212,9 @@ def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
     with ExitStack() as stack:
         names = [
             stack.enter_context(join(cluster.token(), name)).name
-            for name in ("alpha", "beta", "beta", LOCAL)
+            for name in ("alpha", "beta", "beta")
         ]
-    assert names == ["alpha-2", "beta", "beta-2", f"{LOCAL}-2"]
+    assert names == ["alpha-2", "beta", "beta-2"]
 
 
 def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:

@@ -434,7 +434,7 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
         first = recovery.state.epoch
         life.rank(first, 0)
         life.rank(first, 1)
-        wider = RankAssignment(("m/0", "m/1", "n/0"), (range(2), range(2, 4)), changes=1)
+        wider = RankAssignment(("m/0", "m/1", "n/0"), (range(2), range(2, 4)))
         change = LayoutChange(wider, "n joins", lambda: begun.append(recovery.state.epoch))
         recovery.watch_workers(wider.everyone)
         recovery.change(change)
@@ -464,8 +464,8 @@ def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -
             until(lambda: renewed(shared) and processes.checks > checks + 2)
 
         checked_again()
-        for changes in range(1, 6):
-            other = RankAssignment(ASSIGNMENT.workers, ASSIGNMENT.layers, changes=changes)
+        for layers in range(1, 6):
+            other = RankAssignment(ASSIGNMENT.workers, (range(layers), range(layers, 6)))
             recovery.change(LayoutChange(other, "", lambda: begun.append(recovery.state.epoch)))
             recovery.drop_change()
             known = len(begun)
@@ -477,7 +477,7 @@ def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, begin_epoch, lost = life.worker(), epoch_control.begin_epoch, []
-    other = RankAssignment(ASSIGNMENT.workers, ASSIGNMENT.layers, changes=1)
+    other = RankAssignment(ASSIGNMENT.workers, (range(1), range(1, 6)))
     begun: list[RankAssignment] = []
 
     def lose_once(*args: str) -> int:
