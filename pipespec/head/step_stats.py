@@ -260,9 +260,9 @@ class StepStats:
         self._in_flight.append((rows, prompt_rows))
 
     def rows_within(self, stretch: float, roots: int, least_ms: float | None = 0.0) -> int | None:
-        """The largest batch which the stages compute in `stretch` times the time of so many roots,
-        or of `least_ms`; or twice the largest measured one. None: nothing was measured."""
-        curve = self._curve(self._stages.with_slots())
+        """The largest batch with which a step lasts `stretch` times as long as with so many roots,
+        or as `least_ms`; or twice the largest measured one. None: nothing was measured."""
+        curve = self._learnt_points() or self._curve(self._stages.with_slots())
         if least_ms is None or not curve:
             return None
         most_ms = stretch * max(least_ms, ms_at(curve, roots))
@@ -292,8 +292,7 @@ class StepStats:
             offered = OfferedRows(probabilities, certain, kv_slots, self._fed.value, present)
         one_tree = self.mode == ONE_TREE
         steps_at_a_time = self.num_stages if one_tree else 1  # those of a pass count as one
-        learnt = () if self._learnt is None else self._learnt.times.times.points
-        points = learnt or self._curve(self._stages.points)
+        points = self._learnt_points() or self._curve(self._stages.points)
         if one_tree:
             points = tuple((rows, ms * self.num_stages) for rows, ms in points)
         rows = requests / self.num_stages
@@ -328,6 +327,10 @@ class StepStats:
             token_ms=self._trials.token_ms,
             child_probabilities=self._children,
         )
+
+    def _learnt_points(self) -> Points:
+        """What whole steps have taken by rows."""
+        return () if self._learnt is None else self._learnt.times.times.points
 
     def _computing_ms(self) -> float | None:
         """What the stages need for the largest batch in the pipeline."""
