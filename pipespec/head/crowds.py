@@ -10,21 +10,18 @@ another client's by little more than the time of its rows. docs/how-it-works/sch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
+from pipespec.head.policies.policy import NO_NODES, PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, select_rows
-from pipespec.head.sequence import Sequence
+from pipespec.head.sequence import Sequence as Decoded
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT
 
-# How many times as long a step may last with the rows of crowds as without them.
+# How many times as long a step with answers may last with the rows of crowds, or of prompts.
 MAX_SLOWDOWN = 1.5
-
-# Sequences and the nodes of their trees.
-Nodes = list[tuple[Sequence, np.ndarray]]
 
 
 def rows_of_crowds(answers: Mapping[str, int], stats: StepStats, most_rows: int) -> dict[str, int]:
@@ -45,7 +42,7 @@ def rows_of_crowds(answers: Mapping[str, int], stats: StepStats, most_rows: int)
         wanted = max(round(count * stats.rows_per_answer), count)
         rows = max(min(wanted, share), count)
         if taken and count > fewest:
-            in_time = stats.rows_within(MAX_SLOWDOWN, taken)
+            in_time = stats.rows_beside(MAX_SLOWDOWN, taken)
             most = most_rows if in_time is None else min(in_time, most_rows)
             if wanted > (room := max(most - taken, fewest)):
                 crowds[tenant] = rows = room
@@ -58,41 +55,48 @@ def rows_for_drafts(
 ) -> int:
     """How many of the rows of crowds are left beside their roots, of which each enters one of so
     many steps."""
-    if policy.whole or not policy.keeps_unfed:
+    if not feeds_single_nodes(policy):
         return 0
     return sum(max(rows - math.ceil(answers[each] / steps), 0) for each, rows in crowds.items())
 
 
 def guests(
-    sequences: Iterable[Sequence],
+    sequences: Sequence[Decoded],
     crowds: Mapping[str, int],
     policy: SpeculationPolicy,
     state: PipelineState,
     free_slots: int,
-) -> Nodes:
-    """What the next batch has of crowds; `sequences` are in the order in which their roots go."""
-    found: Nodes = []
-    for tenant, rows in crowds.items():
+    spare_slots: int,
+) -> list[tuple[Decoded, np.ndarray]]:
+    """What the next batch has of crowds, of whose sequences those are first whose roots have waited
+    longest: the nodes of their trees. Their roots may take `free_slots`, and what these leave of
+    `spare_slots` may be taken by draft tokens."""
+    found: dict[Decoded, np.ndarray] = {}
+    for tenant, most_rows in crowds.items():
         own = [each for each in sequences if each.request.tenant == tenant]
-        left = min(rows, free_slots)
-        roots = [each for each in own if not each.tree.fed[ROOT]]
-        nodes = {each: np.array([ROOT]) for each in roots[:left]}
-        left -= len(nodes)
-        if left and policy.keeps_unfed and not policy.whole:
-            ready = [each for each in own if each in nodes or each.tree.fed[ROOT]]
-            candidates = [_drafts(each, policy, state) for each in ready]
-            drafts = select_rows(candidates, left, 0.0, state).nodes
-            for each, more in zip(ready, drafts, strict=True):
-                if len(more):
-                    nodes[each] = np.concatenate((nodes.get(each, more[:0]), more))
-                    left -= len(more)
-        free_slots -= sum(map(len, nodes.values()))
-        found += nodes.items()
-    return found
+        roots = [each for each in own if not each.tree.fed[ROOT]][: min(most_rows, free_slots)]
+        found |= {each: np.array([ROOT]) for each in roots}
+        free_slots, spare_slots = free_slots - len(roots), spare_slots - len(roots)
+        left = min(most_rows - len(roots), free_slots, spare_slots)
+        if left <= 0 or not feeds_single_nodes(policy):
+            continue
+        own = [each for each in own if each in found or each.tree.fed[ROOT]]
+        drafts = select_rows([_drafts(each, policy, state) for each in own], left, 0.0, state)
+        for each, nodes in zip(own, drafts.nodes, strict=True):
+            if len(nodes):
+                found[each] = np.concatenate((found.get(each, NO_NODES), nodes))
+        num_drafts = sum(map(len, drafts.nodes))
+        free_slots, spare_slots = free_slots - num_drafts, spare_slots - num_drafts
+    return [*found.items()]
+
+
+def feeds_single_nodes(policy: SpeculationPolicy) -> bool:
+    """Whether a batch may have some draft tokens of a tree now and others later."""
+    return policy.keeps_unfed and not policy.whole
 
 
 def _drafts(
-    sequence: Sequence, policy: SpeculationPolicy, state: PipelineState
+    sequence: Decoded, policy: SpeculationPolicy, state: PipelineState
 ) -> RequestCandidates:
     nodes = policy.select_to_schedule(sequence.tree, sequence.policy_state(state))
     return RequestCandidates(sequence.tree, sequence.drop_past_end(nodes[nodes != ROOT]))

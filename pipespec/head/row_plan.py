@@ -15,7 +15,7 @@ import numpy as np
 
 from pipespec.core import NUM_COLUMNS
 from pipespec.head.admission import Admission
-from pipespec.head.crowds import guests
+from pipespec.head.crowds import MAX_SLOWDOWN, guests
 from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, Selection, select_rows, total_certain
 from pipespec.head.scheduler_types import SchedulerConfig
@@ -23,11 +23,13 @@ from pipespec.head.sequence import Sequence
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT
 
-# How many times as long a step may last with rows of prompts, while answers are running.
-MAX_SLOWDOWN = 1.5
-# Of such a step's rows beside roots, one of so many is kept for draft tokens that pay, so that
-# answers do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
+# Of the rows beside roots of a step in which prompts are read too, one of so many is kept for draft
+# tokens that pay, so that answers do not fall back to a token per pass; a prompt then takes at most
+# 4/3 of its time.
 DRAFT_SHARE = 4
+
+# Sequences, and the nodes of their trees that enter a batch.
+Fed = list[tuple[Sequence, np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class RowPlan:
         state: of the pipeline when it was made.
     """
 
-    nodes: list[tuple[Sequence, np.ndarray]]
-    guests: list[tuple[Sequence, np.ndarray]]
+    nodes: Fed
+    guests: Fed
     prompts: list[tuple[Sequence, int]]
     selection: Selection
     max_nodes: int
@@ -61,24 +63,24 @@ class RowPlan:
         return sum(len(nodes) for _, nodes in self.guests)
 
     @property
-    def fed(self) -> list[tuple[Sequence, np.ndarray]]:
+    def fed(self) -> Fed:
         """The sequences of whose trees nodes enter the batch, and these."""
         return [(each, nodes) for each, nodes in (*self.nodes, *self.guests) if len(nodes)]
 
     @property
     def is_empty(self) -> bool:
-        return not self.prompts and not self.fed
+        return not self.prompts and not self.guests and not any(len(each) for _, each in self.nodes)
 
     @property
     def unfed_roots(self) -> list[Sequence]:
         """The sequences that have read their prompt and whose root has not been fed."""
         return [each for each, _ in self.nodes if not each.tree.fed[ROOT]]
 
-    def rows(self) -> np.ndarray:
-        """As rows of a batch, `[rows, 6]`: those of prompts, then those of trees."""
+    def rows(self, fed: Fed) -> np.ndarray:
+        """As rows of a batch, `[rows, 6]`: those of prompts, then those of trees, as of `fed`."""
         rows = [np.empty((0, NUM_COLUMNS), np.int64)]
         rows += [each.context.rows(each.prefilled, end) for each, end in self.prompts]
-        rows += [each.tree.rows(each.number, nodes) for each, nodes in self.fed]
+        rows += [each.tree.rows(each.number, nodes) for each, nodes in fed]
         return np.concatenate(rows)
 
 
@@ -98,11 +100,16 @@ def plan_rows(
         (each for each in admission.sequences.values() if not each.prompt_left),
         key=lambda each: each.root_waits_since,
     )
-    beside = guests(sequences, crowds, policy, state, admission.free_slots)
-    num_guests = sum(len(nodes) for _, nodes in beside)
-    sequences = [each for each in sequences if each.request.tenant not in crowds]
+    free_slots, beside, num_guests = admission.free_slots, Fed(), 0
+    if crowds:
+        ready = sequences
+        sequences = [each for each in ready if each.request.tenant not in crowds]
+        for_roots = free_slots - sum(not each.tree.fed[ROOT] for each in sequences)
+        spare = free_slots - admission.reserved_slots
+        beside = guests(ready, crowds, policy, state, max(for_roots, 0), spare)
+        num_guests = sum(len(nodes) for _, nodes in beside)
+        free_slots -= num_guests
     candidates = [_candidates(each, policy, state) for each in sequences]
-    free_slots = admission.free_slots - num_guests
     budget = min(config.row_budget(policy, len(candidates)), free_slots)
     num_roots = min(total_certain(candidates), budget)
     batch_rows = config.rows - num_guests

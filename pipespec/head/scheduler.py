@@ -26,6 +26,8 @@ from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
 from pipespec.head.expansion import add_determined, plan_expansion
 from pipespec.head.policies.policy import (
     AUTO,
+    NO_PROBABILITIES,
+    Expansion,
     PipelineState,
     TargetBatch,
     has_time_for_round,
@@ -33,7 +35,7 @@ from pipespec.head.policies.policy import (
 from pipespec.head.proposer import Proposal
 from pipespec.head.refill import worthwhile_refill
 from pipespec.head.row_budget import target_batch
-from pipespec.head.row_plan import RowPlan, plan_rows
+from pipespec.head.row_plan import Fed, RowPlan, plan_rows
 from pipespec.head.scheduler_types import (
     DEEPEST,
     ProposalBatch,
@@ -70,8 +72,7 @@ class Scheduler:
         self._mixes = False  # whether any request had its first token when this step began
         self._decoding = 0  # such requests, without those of crowds
         self._drafts_in_flight = False  # whether draft tokens of these were in the pipeline
-        self._decided = 0  # tokens, in this step
-        self._decided_for_crowds = 0  # of these
+        self._decided = self._measured_tokens = 0  # tokens, in this step; without those of crowds
         self._draft_has_no_room = False  # for any node of its last round
         self._draft_reads_prompts = False  # in its last round of this step
 
@@ -113,7 +114,7 @@ class Scheduler:
             yield sequence
 
     def begin_step(self) -> None:
-        self._decided = self._decided_for_crowds = 0
+        self._decided = self._measured_tokens = 0
         self._draft_has_no_room = self._draft_reads_prompts = False
         running = self.admission.sequences.values()
         self._answers = Counter(each.request.tenant for each in running if not each.prompt_left)
@@ -213,7 +214,7 @@ class Scheduler:
             self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
         count = len(depths)
         self._decided += count
-        self._decided_for_crowds += count * self._in_crowd(sequence)
+        self._measured_tokens += 0 if self._in_crowd(sequence) else count
         self.admission.served[sequence.request.tenant] += ANSWER_COST * count
         self._draft_has_no_room = False  # the draft may have room again
         if not sequence.tree.fed[ROOT]:
@@ -230,7 +231,7 @@ class Scheduler:
         """All verdicts of this step were applied; the wait for them began when the step had lasted
         `drafted_ms` and took `wait_ms`."""
         if self._decoding:
-            self.stats.add_verdict(drafted_ms, wait_ms, self._decided - self._decided_for_crowds)
+            self.stats.add_verdict(drafted_ms, wait_ms, self._measured_tokens)
         for sequence in self.admission.sequences.values():
             sequence.counts["steps"] += 1
 
@@ -268,33 +269,36 @@ class Scheduler:
 
     def next_batch(self, plan: RowPlan) -> Batch:
         """The batch with the rows of a plan, which count as fed from now on."""
-        batch = Batch(self.step, plan.rows())
-        self._count(plan, batch)
-        self._mark_fed(plan)
+        fed = plan.fed
+        batch = Batch(self.step, plan.rows(fed))
+        self._count(plan, fed, batch)
+        self._mark_fed(plan, fed)
         self.admission.attach_changes(batch)
         self.step += 1
         return batch
 
-    def _count(self, plan: RowPlan, batch: Batch) -> None:
+    def _count(self, plan: RowPlan, fed: Fed, batch: Batch) -> None:
         """Count the rows of a batch, before they count as fed."""
-        trees = [(each.tree, nodes) for each, nodes in plan.fed]
+        trees = [(each.tree, nodes) for each, nodes in fed]
         roots = np.array([tree.position[ROOT] for tree, _ in trees], np.int64)
         num_prompt_rows = plan.num_prompt_rows
         depths = batch.rows[num_prompt_rows:, POSITION]
         depths = depths - np.repeat(roots, [len(nodes) for _, nodes in trees])
-        probabilities = np.exp(np.concatenate([tree.cum[nodes] for tree, nodes in trees] or [[]]))
+        probabilities = np.exp(
+            np.concatenate([NO_PROBABILITIES, *(tree.cum[nodes] for tree, nodes in trees)])
+        )
         self.totals.add_step(len(batch), num_prompt_rows, depths, probabilities, self._decided)
         if plan.nodes and self._policy.row_cost is None:
             self.stats.add_candidates(plan.selection)
         self.stats.add_answers(sum(len(nodes) for _, nodes in plan.nodes), len(plan.nodes))
         self.stats.add_batch(len(batch), num_prompt_rows)
 
-    def _mark_fed(self, plan: RowPlan) -> None:
+    def _mark_fed(self, plan: RowPlan, fed: Fed) -> None:
         for sequence, end in plan.prompts:
             self.admission.cache.read(sequence.number, end)
             sequence.counts["rows"] += end - sequence.prefilled
             sequence.prefilled = end
-        for sequence, nodes in plan.fed:
+        for sequence, nodes in fed:
             sequence.counts["rows"] += len(nodes)
             sequence.tree.mark_fed(nodes)
             if not self._policy.keeps_unfed:
@@ -303,8 +307,8 @@ class Scheduler:
     def end_step(self, ms: float) -> None:
         if self._decoding and self.admission.sequences:
             speculating = self._drafts_in_flight or self.stats.rounds > 0
-            decided = self._decided - self._decided_for_crowds
-            self.stats.add_step(ms, decided, speculating=speculating, requests=self._decoding)
+            tokens = self._measured_tokens
+            self.stats.add_step(ms, tokens, speculating=speculating, requests=self._decoding)
 
     def learn(self, learnt: LearntSteps) -> None:
         """Measure whole steps from now on, which `learnt` knows from earlier runs."""
@@ -347,9 +351,10 @@ class Scheduler:
     ) -> ProposalBatch | None:
         """The draft round that the policy wants of these, in which crowds have a share."""
         select = self._policy.select_to_expand
-        wanted = [(each, select(each.tree, each.policy_state(state))) for each in sequences]
-        crowded = [pair for pair in wanted if self._in_crowd(pair[0])]
-        wanted = [pair for pair in wanted if not self._in_crowd(pair[0])]
+        wanted, crowded = list[tuple[Sequence, Expansion]](), list[tuple[Sequence, Expansion]]()
+        for each in sequences:
+            found = crowded if self._in_crowd(each) else wanted
+            found.append((each, select(each.tree, each.policy_state(state))))
         most = rows_for_drafts(self._crowds, self._answers, self._policy, state.num_stages)
         return plan_expansion(wanted, self._policy, self._budget, crowded, most)
 

@@ -259,21 +259,20 @@ class StepStats:
     def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
         self._in_flight.append((rows, prompt_rows))
 
-    def rows_within(self, stretch: float, roots: int, least_ms: float | None = 0.0) -> int | None:
-        """The largest batch with which a step lasts `stretch` times as long as with so many roots,
-        or as `least_ms`; or twice the largest measured one. None: nothing was measured."""
-        curve = self._learnt_points() or self._curve(self._stages.with_slots())
+    def rows_within(self, stretch: float, roots: int, least_ms: float | None) -> int | None:
+        """The largest batch which the stages compute in `stretch` times the time of so many roots,
+        or of `least_ms`; or twice the largest measured one. None: nothing was measured."""
+        curve = self._curve(self._stages.with_slots())
         if least_ms is None or not curve:
             return None
-        most_ms = stretch * max(least_ms, ms_at(curve, roots))
-        fits = [point for point in curve if point[1] <= most_ms]
-        if len(fits) == len(curve):
-            return 2 * round(curve[-1][0])
-        rows, ms = fits[-1] if fits else (0, 0.0)
-        next_rows, next_ms = curve[len(fits)]
-        between = int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
-        # Where the time jumps, it does so at the end of a size.
-        return min(between, size_bucket(round(rows))) if rows else between
+        return _rows_within(curve, stretch * max(least_ms, ms_at(curve, roots)))
+
+    def rows_beside(self, stretch: float, rows: int) -> int | None:
+        """The largest batch with which a step lasts `stretch` times as long as with `rows`, by
+        whole steps where these are learnt, as ranks may share cores; else as `rows_within`."""
+        if not (curve := self._learnt_points()):
+            return self.rows_within(stretch, rows, 0.0)
+        return _rows_within(curve, stretch * ms_at(curve, rows))
 
     def state(
         self,
@@ -359,3 +358,15 @@ class StepStats:
 @lru_cache(maxsize=8)  # asked several times per step, and measured once a second
 def _stage_ms(stages: BatchTimes, rows: float) -> float:
     return ms_at(stages.with_slots(), rows)
+
+
+def _rows_within(curve: Points, most_ms: float) -> int:
+    """The largest batch that takes so long, or twice the largest measured one."""
+    fits = [point for point in curve if point[1] <= most_ms]
+    if len(fits) == len(curve):
+        return 2 * round(curve[-1][0])
+    rows, ms = fits[-1] if fits else (0, 0.0)
+    next_rows, next_ms = curve[len(fits)]
+    between = int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
+    # Where the time jumps, it does so at the end of a size.
+    return min(between, size_bucket(round(rows))) if rows else between
