@@ -83,8 +83,7 @@ class Machine:
     def entering_ms(self, curve: TimeCurve, rows: int, each: int) -> float:
         """From one batch of so many rows to the next for a stage, which holds `each` batches with
         the hop after it, one of which it computes."""
-        stage = curve.ms(rows)
-        return max(stage, (stage + self.hop.ms(rows)) / max(each, 1))
+        return _entering_ms(curve.ms(rows), self.hop.ms(rows), max(each, 1))
 
     def batch_ms(self, in_flight: Sequence[int]) -> float:
         """From one batch to the next, where batches of so many rows are in flight, the newest
@@ -94,7 +93,7 @@ class Machine:
         ways = [*zip(self.stage_ms(rows), self.hop_ms(rows), strict=True)]
         if (each := len(in_flight) // self.num_stages) == 0:
             return sum(map(sum, ways))
-        entering = (max(stage, (stage + hop) / each) for stage, hop in ways)
+        entering = (_entering_ms(*way, each) for way in ways)
         if each == 1:
             return max(entering)
         # Those that are computed already, or are on the link to the next stage.
@@ -117,6 +116,10 @@ class Machine:
         rows."""
         counts = [rows] * self.num_stages
         return [*map(sum, zip(self.stage_ms(counts), self.hop_ms(counts), strict=True))]
+
+
+def _entering_ms(stage_ms: float, hop_ms: float, each: int) -> float:
+    return max(stage_ms, (stage_ms + hop_ms) / each)
 
 
 @dataclass(frozen=True)
