@@ -5,7 +5,8 @@
 beside it, `<name>.json`. What a killed process left behind counts for nothing, but for the requests
 in `<name>.data`, with which the next cluster of that name goes on. An entry holds the password of
 the cluster's Redis, so folder and files are for this user alone. Copied to the same folder on
-another host, it lets that host ask the cluster too."""
+another host, it lets that host ask the cluster too. Above 350 lines, as all files of the folder are
+read and written here."""
 
 from __future__ import annotations
 

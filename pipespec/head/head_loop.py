@@ -1,7 +1,8 @@
 """The loop of rank 0: take requests, expand the trees, receive verdicts, send.
 
 `HeadLoop` decides when things happen and does them (`pipespec.head.step` has their order);
-`pipespec.head.scheduler` decides what is sent.
+`pipespec.head.scheduler` decides what is sent. Above 350 lines, as it is the only part of the head
+that acts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ at any moment. Two things drive it: the loop of rank 0 with a running cluster, a
 `pipespec plan` with an imagined one.
 
 A batch mixes the rows of all requests: unfed roots, chunks of prompts, draft tokens
-(`pipespec.head.row_plan`). `pipespec.head.admission` decides which requests run.
+(`pipespec.head.row_plan`). `pipespec.head.admission` decides which requests run. Above 350 lines,
+as it is one interface, of whose calls each is a few lines.
 """
 
 from __future__ import annotations

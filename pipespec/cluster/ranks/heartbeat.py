@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 from pipespec.system.liveness import Waiting, progress
@@ -165,3 +166,14 @@ class Heartbeat:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()
+
+
+def why_ended(error: Exception, assignment: RankAssignment, following: Epoch | None) -> str:
+    """Why an epoch with this assignment ended for a rank that met an error: a neighbour that has
+    left for the next epoch, `following`, looks like a link that broke."""
+    if following is None:
+        return str(error)
+    if not following.assignment:
+        return "the cluster ends"
+    changed = RankAssignment.decode(following.assignment).joined != assignment.joined
+    return "the ranks change their layers" if changed else str(error)

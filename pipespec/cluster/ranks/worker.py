@@ -21,12 +21,12 @@ from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.processes.forked_workers import WORKER
 from pipespec.cluster.ranks import rank_components
-from pipespec.cluster.ranks.heartbeat import Heartbeat
+from pipespec.cluster.ranks.heartbeat import Heartbeat, why_ended
 from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group
 from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.plan import on_this_host, parts_of_rank
 from pipespec.controller.lua_scripts import ScriptsLost
-from pipespec.controller.membership import Epoch, Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.ggml import compute
@@ -119,17 +119,6 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 with suppress(ControllerError):  # else the loop raises it
                     following = heartbeat.next(number)
                 log.info("epoch %d ended: %s", number, why_ended(error, assignment, following))
-
-
-def why_ended(error: Exception, assignment: RankAssignment, following: Epoch | None) -> str:
-    """Why an epoch with this assignment ended for a rank that met an error: a neighbour that has
-    left for the next epoch, `following`, looks like a link that broke."""
-    if following is None:
-        return str(error)
-    if not following.assignment:
-        return "the cluster ends"
-    changed = RankAssignment.decode(following.assignment).joined != assignment.joined
-    return "the ranks change their layers" if changed else str(error)
 
 
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:

@@ -11,7 +11,8 @@ makes progress is for what watches it to judge (`pipespec.system.liveness`).
 Every field of `Recovery` belongs to its thread once `watch` has started it. Other threads read
 `Recovery.state` alone, an immutable value that is replaced as a whole (read it once for one
 decision), and hand over what they want by a queue and the event `stopped`. The listeners of the
-agents send deaths by the queue `WorkerGroup.deaths`; what starts and ends an agent holds a lock."""
+agents send deaths by the queue `WorkerGroup.deaths`; what starts and ends an agent holds a lock.
+Above 350 lines, as one thread holds all that it decides by."""
 
 from __future__ import annotations
 

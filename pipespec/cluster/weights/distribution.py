@@ -4,7 +4,8 @@ launcher the small files and headers of a model that only another host has.
 The launcher has a process (`host`) on each host, its own machine included. Of one model after
 another it learns which blocks of the files each has, and moves them in the rounds that `plan`
 decides. Hosts read from one another (`server`), and from the hub at URLs that the launcher's host
-has found. What a host cannot read from the hub, the launcher's host fetches first.
+has found. What a host cannot read from the hub, the launcher's host fetches first. Above 350 lines,
+as all that the launcher asks of a host's process is here.
 """
 
 from __future__ import annotations

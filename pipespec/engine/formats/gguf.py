@@ -1,7 +1,8 @@
 """GGUF files: config, tensors and tokenizer, with the names of a safetensors checkpoint.
 
 Tensors are read one by one, either dequantised (`gguf.dequantize`) or as the blocks of the file.
-The rows of Llama's queries and keys are restored to Hugging Face's order.
+The rows of Llama's queries and keys are restored to Hugging Face's order. Above 350 lines, as a
+format has one implementation of the protocol of stored files.
 """
 
 from __future__ import annotations

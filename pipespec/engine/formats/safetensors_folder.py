@@ -1,4 +1,5 @@
-"""Folders of config.json and safetensors files, whose matrices may be packed."""
+"""Folders of config.json and safetensors files, whose matrices may be packed. Above 350 lines, as a
+format has one implementation of the protocol of stored files."""
 
 from __future__ import annotations
 

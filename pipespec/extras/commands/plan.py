@@ -1,4 +1,5 @@
-"""`pipespec plan`: predict what a cluster will do, without running anything."""
+"""`pipespec plan`: predict what a cluster will do, without running anything. Above 350 lines, as
+the tables of one command are beside its options."""
 
 from __future__ import annotations
 

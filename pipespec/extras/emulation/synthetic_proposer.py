@@ -1,4 +1,5 @@
-"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy."""
+"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy. Above
+350 lines, as accuracies, what is drawn from them and both proposers belong together."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 `simulate` drives the head's own scheduler (`pipespec.head.scheduler`) before stages that are only
 times, with a synthetic draft of the stated accuracy. docs/planning.md has the derivation of the
-closed forms, and its limits.
+closed forms, and its limits. Above 350 lines, as the imagined pipeline has every call of a running
+one.
 """
 
 from __future__ import annotations

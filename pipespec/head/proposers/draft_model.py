@@ -1,4 +1,5 @@
-"""The draft model as a proposer: one slice with all of its layers."""
+"""The draft model as a proposer: one slice with all of its layers. Above 350 lines, as texts,
+rounds and late states are of one model."""
 
 from __future__ import annotations
 

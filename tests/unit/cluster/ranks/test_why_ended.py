@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.ranks.worker import why_ended
+from pipespec.cluster.ranks.heartbeat import why_ended
 from pipespec.config.hosts import Host
 from pipespec.controller.membership import Epoch
 from pipespec.errors import RankFailed
