@@ -35,7 +35,7 @@ _TOKEN = slice(11, 13)
 _BYTES = 13
 _HEADER = 14
 _START = 7  # integers before the params of a sequence start
-_STOP, _HIDDEN = 1, 2
+_STOP, _HIDDEN, _BESIDE = 1, 2, 4
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
 
@@ -102,7 +102,7 @@ class Wire:
         whole = message.numpy()
         whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
         ints = whole[:start].view(np.int64)
-        flags = _STOP * batch.stop | _HIDDEN * (hidden is not None)
+        flags = _STOP * batch.stop | _HIDDEN * (hidden is not None) | _BESIDE * batch.beside
         leave = len(batch.finished), len(batch.preempted), len(batch.failed)
         keep = len(batch.retained_prefixes), len(batch.kept_states)
         sent = len(started) // _INT, batch.sent_ns, *self.token, size
@@ -161,6 +161,7 @@ class Wire:
             failed=tuple(leaving_numbers[present:]),
             retained_prefixes=tuple((sequence, tokens) for sequence, tokens in prefixes),
             kept_states=tuple((sequence, tokens, number) for sequence, tokens, number in states),
+            beside=bool(ints[_FLAGS] & _BESIDE),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
