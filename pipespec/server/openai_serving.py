@@ -20,6 +20,7 @@ from starlette.responses import Response
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
+from pipespec.server.answer_record import AnswerRecord, prepare_folder
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
@@ -90,7 +91,16 @@ class OpenAIServing:
         self._running = client.running
         self._newest_preparer = pool.warm_up(Preparer(client.running, options))
         self.open: set[ResponseStream] = set()  # those that are answered now
+        self.record: AnswerRecord | None = None
+        if options.answers:
+            folder = prepare_folder(options.answers)
+            self.record = AnswerRecord(folder, client.running.served.target)
         self.ending = False  # whether streams without an end should end
+
+    def close(self) -> None:
+        """Once all requests have ended."""
+        if self.record is not None:
+            self.record.close()
 
     def fail_open_requests(self) -> None:
         """End all requests that have no complete answer with an error."""
@@ -155,8 +165,9 @@ class OpenAIServing:
         return bytes(body)
 
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
-        parsed = prepared.parsed
-        parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
+        own_salt = prepared.parsed.cache_salt
+        salt = self._cache_salt(request, own_salt)
+        parsed = replace(prepared.parsed, cache_salt=salt)
         stream = ResponseStream(
             self.client,
             parsed,
@@ -174,6 +185,8 @@ class OpenAIServing:
                 request.state.api_key_digest,
             ),
         )
+        if not own_salt:  # a client that gives one shares its text with no other
+            stream.record = self.record
         self.open.add(stream)
         request.state.text = stream  # for the access log
         async with AsyncExitStack() as unless_submitted:

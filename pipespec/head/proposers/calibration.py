@@ -3,13 +3,15 @@
 How often draft tokens were accepted is counted over all texts: by rank among siblings, by stated
 probability, and by depth below the root. Within each text it is counted by rank and probability;
 these counts have the weight by which texts have been observed to differ. Old counts fade.
-Corrections are added in log-odds.
+Corrections are added in log-odds. What holds over all texts is kept for the next start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,9 @@ from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.node_records import NodeRecords
+from pipespec.system.validation import Unreadable, from_fields, typed
+
+log = logging.getLogger(__name__)
 
 # Probabilities are limited to [LEAST, 1 - LEAST].
 LEAST = 1e-9
@@ -70,14 +75,14 @@ class HitCounts:
 
     `shift` `[kinds]` is what these counts add to stated log-odds. When a kind is observed again,
     `memory` is the share of its counts that is held. `prior` is how many draft tokens of each kind
-    are assumed to have hit as often as stated.
+    are assumed to have hit as often as stated. `sums` `[3, kinds]` are these numbers.
     """
 
     def __init__(self, kinds: int, memory: float, prior: float):
         self.memory = memory
         self.prior = prior
         self.shift = np.zeros(kinds)
-        self._sums = np.zeros((3, kinds))
+        self.sums = np.zeros((3, kinds))
 
     def add(self, kinds: np.ndarray, stated: np.ndarray, hits: np.ndarray) -> None:
         """Count the candidates `[k]` of one node, given their kinds."""
@@ -85,10 +90,31 @@ class HitCounts:
         tokens = np.bincount(kinds, minlength=size)
         seen = tokens.nonzero()[0]
         more = tokens, np.bincount(kinds, stated, size), np.bincount(kinds, hits, size)
-        self._sums[:, seen] = self.memory * self._sums[:, seen] + np.stack(more)[:, seen]
-        tokens, expected, observed = self._sums[:, seen]
+        self.sums[:, seen] = self.memory * self.sums[:, seen] + np.stack(more)[:, seen]
+        self._correct(seen)
+
+    def restore(self, sums: np.ndarray) -> None:
+        """Go on from the `sums` of an earlier run. Raises Unreadable."""
+        if sums.shape != self.sums.shape or (sums < 0).any():
+            raise Unreadable("it has no counts of draft tokens of every kind")
+        self.sums = sums
+        self._correct(sums[0].nonzero()[0])
+
+    def _correct(self, seen: np.ndarray) -> None:
+        """Compute anew what is added to the log-odds of the kinds `seen`, `[k]`."""
+        tokens, expected, observed = self.sums[:, seen]
         mean, prior = expected / tokens, self.prior
         self.shift[seen] = log_odds((observed + prior * mean) / (tokens + prior)) - log_odds(mean)
+
+
+@dataclass(frozen=True)
+class StoredCalibration:
+    """What is kept of a `Calibration`: sums of `HitCounts`, `[3, kinds]`, and how much texts
+    differ, `[kinds]`."""
+
+    ranks: Sequence[Sequence[float]]
+    depths: Sequence[Sequence[float]]
+    differ: Sequence[float]
 
 
 class Calibration:
@@ -101,6 +127,22 @@ class Calibration:
         # How much texts differ, by kind of draft token. Where they are alike, the counts of one
         # text alone are chance.
         self._differ = np.full(NUM_TEXT_KINDS, 0.5)
+
+    def stored(self) -> dict[str, Any]:
+        """What another run may begin with, as JSON can represent it: nothing of a single text."""
+        counts = (each.sums.round(4).tolist() for each in (self._ranks, self._depths))
+        return asdict(StoredCalibration(*counts, self._differ.round(4).tolist()))
+
+    def restore(self, stored: object) -> None:
+        """Go on from what an earlier run has stored. Raises Unreadable, and is unchanged then."""
+        found = from_fields(StoredCalibration, stored)
+        ranks, depths, differ = map(np.array, (found.ranks, found.depths, found.differ))
+        new = Calibration()
+        if differ.shape != new._differ.shape:
+            raise Unreadable("it does not say how much texts differ in every kind")
+        new._ranks.restore(ranks)
+        new._depths.restore(depths)
+        self._ranks, self._depths, self._differ = new._ranks, new._depths, differ.clip(0, 1)
 
     def start_text(self, text: int) -> None:
         self._texts[text] = HitCounts(NUM_TEXT_KINDS, TEXT_MEMORY, TEXT_PRIOR)
@@ -200,6 +242,11 @@ class CalibratedProposer:
         self.calibration = calibration or Calibration()
         self.stated: NodeRecords[_PendingNode] = NodeRecords()
 
+    @property
+    def parts(self) -> tuple[Proposer, ...]:
+        """Those whose calibrations are kept too (`calibrations_of`)."""
+        return (self.proposer,)
+
     def start_sequence(self, context: Context) -> None:
         self.stated.start_sequence(context)
         self.calibration.start_text(context.sequence)
@@ -282,3 +329,23 @@ class CalibratedProposer:
         logps = np.log(self.calibration.correct(text, stated, np.array(row_depths)))
         paths = replace(paths, logps=logps[rows, columns])
         return replace(found, logps=logps[:size, :width], paths=paths)
+
+
+def calibrations_of(proposer: object) -> Iterator[Calibration]:
+    """The calibrations of a proposer and of the `parts` that it combines, in an order that is the
+    same at every start."""
+    if isinstance(proposer, CalibratedProposer):
+        yield proposer.calibration
+    for part in getattr(proposer, "parts", ()):
+        yield from calibrations_of(part)
+
+
+def restore_calibrations(calibrations: Sequence[Calibration], stored: object) -> None:
+    """Let them go on from what those of an earlier run have stored, None: nothing. What cannot be
+    read is ignored, which the log says."""
+    try:
+        found = () if stored is None else typed("it", stored, Sequence[Mapping[str, Any]])
+        for calibration, each in zip(calibrations, found, strict=False):
+            calibration.restore(each)
+    except Unreadable as error:
+        log.warning("What was learnt of how often draft tokens hit is ignored: %s.", error)
