@@ -146,14 +146,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.answer_record import prepare_folder
+    from pipespec.server.answer_record import AnswerRecord
     from pipespec.server.listener import bind_listener, connection_capacity
 
     options = read_options(arguments, "model")  # errors before all else
     connection_capacity(options.max_connections)
     if options.answers:
-        folder = prepare_folder(options.answers)
-        print_error(f"The token ids of prompts and answers are kept in {folder.absolute()}.")
+        folder = AnswerRecord(options.answers).folder
+        print_error(f"The token ids of prompts and answers are kept in {folder}.")
     return bind_listener(arguments.host, arguments.port)
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -80,8 +80,8 @@ async def run_api_server(
             running = await _await_end(watch, serving, until_ready=True)
             if running is None:
                 return server.ended_by
-            async with attach(running, options.patience) as client, AsyncExitStack() as stack:
-                server.service = stack.enter_context(closing(OpenAIServing(client, options, pool)))
+            async with attach(running, options.patience) as client:
+                server.service = OpenAIServing(client, options, pool)
                 current = make_app(server.service)
                 history = asyncio.ensure_future(server.service.keep_history())
                 try:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
-from pipespec.server.answer_record import AnswerRecord, prepare_folder
+from pipespec.server.answer_record import AnswerRecord
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
@@ -91,16 +91,10 @@ class OpenAIServing:
         self._running = client.running
         self._newest_preparer = pool.warm_up(Preparer(client.running, options))
         self.open: set[ResponseStream] = set()  # those that are answered now
-        self.record: AnswerRecord | None = None
+        self._record: AnswerRecord | None = None
         if options.answers:
-            folder = prepare_folder(options.answers)
-            self.record = AnswerRecord(folder, client.running.served.target)
+            self._record = AnswerRecord(options.answers, client.served.target)
         self.ending = False  # whether streams without an end should end
-
-    def close(self) -> None:
-        """Once all requests have ended."""
-        if self.record is not None:
-            self.record.close()
 
     def fail_open_requests(self) -> None:
         """End all requests that have no complete answer with an error."""
@@ -165,9 +159,10 @@ class OpenAIServing:
         return bytes(body)
 
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
-        own_salt = prepared.parsed.cache_salt
-        salt = self._cache_salt(request, own_salt)
-        parsed = replace(prepared.parsed, cache_salt=salt)
+        parsed = prepared.parsed
+        # A client that gives a salt shares its text with no other.
+        record = None if parsed.cache_salt else self._record
+        parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
         stream = ResponseStream(
             self.client,
             parsed,
@@ -184,9 +179,8 @@ class OpenAIServing:
                 prepared.preview,
                 request.state.api_key_digest,
             ),
+            record,
         )
-        if not own_salt:  # a client that gives one shares its text with no other
-            stream.record = self.record
         self.open.add(stream)
         request.state.text = stream  # for the access log
         async with AsyncExitStack() as unless_submitted:

@@ -118,6 +118,7 @@ class ResponseStream:
         metrics: Metrics,
         on_closed: Callable[[ResponseStream], None],
         origin: RequestOrigin,
+        record: AnswerRecord | None = None,
     ):
         self.request = request
         self.origin = origin
@@ -133,7 +134,7 @@ class ResponseStream:
             for i, each in enumerate(zip(texts, timers, strict=True))
         ]
         self._by_number: dict[int, _Answer] = {}  # of the request in the log
-        self.record: AnswerRecord | None = None
+        self._record = record
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -202,9 +203,10 @@ class ResponseStream:
         self._queue_entry.close()
         for answer in self._answers:
             answer.timer.finished(ABORTED)
-            if self.record is not None:
-                self.record.add(self.request.prompt_of(answer.index), answer.tokens)
         self._on_closed(self)
+        if self._record is not None:
+            texts = [(self.request.prompt_of(each.index), each.tokens) for each in self._answers]
+            await asyncio.to_thread(self._record.add, texts)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
-from pipespec.extras.commands import plan_hosts
+from pipespec.extras.commands import plan_drafts, plan_hosts
 from pipespec.extras.commands.plan_hosts import predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
@@ -55,7 +55,8 @@ def add(commands: Commands) -> None:
         "plan",
         help="predict what a cluster will do, and say how to lay it out and how to decode",
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
-        "[NAME=VALUE ...] | pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
+        "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
+        "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
         description="Predict the time between tokens and the speed-up over plain pipeline "
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
         "else of every decoding method, for times of stages and draft that a profile or arguments "
@@ -76,6 +77,12 @@ def add(commands: Commands) -> None:
         "--models",
         action="store_true",
         help="list the models that pipespec knows; with --gpus those that fit",
+    )
+    command.add_argument(
+        "--drafts",
+        action="store_true",
+        help="compare what could draft for model.target: models at hand, or those of model.draft, "
+        "and proposer=suffix, by the times of this machine or of stage_ms",
     )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
     command.add_argument(
@@ -125,7 +132,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
-        for option in ("gpus", "models", *OF_GPUS, "context", "profile"):
+        for option in ("gpus", "models", "drafts", *OF_GPUS, "context", "profile"):
             if getattr(arguments, option.replace("-", "_")):
                 raise ConfigError(f"--{option} is of no plan with a hosts file; leave one out.")
         return plan_hosts.run(arguments, settings)
@@ -136,6 +143,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.models:
         refuse_settings(arguments, rest)
         return _list_models(arguments)
+    if arguments.drafts:
+        given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
+        return plan_drafts.run(arguments, given)
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")

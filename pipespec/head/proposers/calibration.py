@@ -9,8 +9,8 @@ Corrections are added in log-odds. What holds over all texts is kept for the nex
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.node_records import NodeRecords
-from pipespec.system.validation import Unreadable, from_fields, typed
 
 log = logging.getLogger(__name__)
 
@@ -91,30 +90,13 @@ class HitCounts:
         seen = tokens.nonzero()[0]
         more = tokens, np.bincount(kinds, stated, size), np.bincount(kinds, hits, size)
         self.sums[:, seen] = self.memory * self.sums[:, seen] + np.stack(more)[:, seen]
-        self._correct(seen)
+        self.correct(seen)
 
-    def restore(self, sums: np.ndarray) -> None:
-        """Go on from the `sums` of an earlier run. Raises Unreadable."""
-        if sums.shape != self.sums.shape or (sums < 0).any():
-            raise Unreadable("it has no counts of draft tokens of every kind")
-        self.sums = sums
-        self._correct(sums[0].nonzero()[0])
-
-    def _correct(self, seen: np.ndarray) -> None:
+    def correct(self, seen: np.ndarray) -> None:
         """Compute anew what is added to the log-odds of the kinds `seen`, `[k]`."""
         tokens, expected, observed = self.sums[:, seen]
         mean, prior = expected / tokens, self.prior
         self.shift[seen] = log_odds((observed + prior * mean) / (tokens + prior)) - log_odds(mean)
-
-
-@dataclass(frozen=True)
-class StoredCalibration:
-    """What is kept of a `Calibration`: sums of `HitCounts`, `[3, kinds]`, and how much texts
-    differ, `[kinds]`."""
-
-    ranks: Sequence[Sequence[float]]
-    depths: Sequence[Sequence[float]]
-    differ: Sequence[float]
 
 
 class Calibration:
@@ -128,21 +110,29 @@ class Calibration:
         # text alone are chance.
         self._differ = np.full(NUM_TEXT_KINDS, 0.5)
 
-    def stored(self) -> dict[str, Any]:
-        """What another run may begin with, as JSON can represent it: nothing of a single text."""
-        counts = (each.sums.round(4).tolist() for each in (self._ranks, self._depths))
-        return asdict(StoredCalibration(*counts, self._differ.round(4).tolist()))
+    @property
+    def _of_all_texts(self) -> tuple[np.ndarray, ...]:
+        return self._ranks.sums, self._depths.sums, self._differ
 
-    def restore(self, stored: object) -> None:
-        """Go on from what an earlier run has stored. Raises Unreadable, and is unchanged then."""
-        found = from_fields(StoredCalibration, stored)
-        ranks, depths, differ = map(np.array, (found.ranks, found.depths, found.differ))
-        new = Calibration()
-        if differ.shape != new._differ.shape:
-            raise Unreadable("it does not say how much texts differ in every kind")
-        new._ranks.restore(ranks)
-        new._depths.restore(depths)
-        self._ranks, self._depths, self._differ = new._ranks, new._depths, differ.clip(0, 1)
+    def stored(self) -> list[list[float]]:
+        """What another run may begin with, as JSON can represent it: nothing of a single text."""
+        return [each.round(4).tolist() for each in self._of_all_texts]
+
+    def restore(self, stored: Any) -> bool:
+        """Go on from what an earlier run has stored; False: it cannot be read, and is ignored."""
+        try:
+            found = [np.array(each, float) for each in stored]
+        except (TypeError, ValueError):
+            return False
+        own = self._of_all_texts
+        valid = all(np.isfinite(each).all() and (each >= 0).all() for each in found)
+        if not valid or [each.shape for each in found] != [each.shape for each in own]:
+            return False
+        for mine, kept in zip(own, found, strict=True):
+            mine[:] = kept
+        for counts in (self._ranks, self._depths):
+            counts.correct(counts.sums[0].nonzero()[0])
+        return True
 
     def start_text(self, text: int) -> None:
         self._texts[text] = HitCounts(NUM_TEXT_KINDS, TEXT_MEMORY, TEXT_PRIOR)
@@ -340,12 +330,11 @@ def calibrations_of(proposer: object) -> Iterator[Calibration]:
         yield from calibrations_of(part)
 
 
-def restore_calibrations(calibrations: Sequence[Calibration], stored: object) -> None:
-    """Let them go on from what those of an earlier run have stored, None: nothing. What cannot be
+def restore_calibrations(calibrations: Sequence[Calibration], stored: Any) -> None:
+    """Let them go on from what those of an earlier run have stored; None: nothing. What cannot be
     read is ignored, which the log says."""
-    try:
-        found = () if stored is None else typed("it", stored, Sequence[Mapping[str, Any]])
-        for calibration, each in zip(calibrations, found, strict=False):
-            calibration.restore(each)
-    except Unreadable as error:
-        log.warning("What was learnt of how often draft tokens hit is ignored: %s.", error)
+    if stored is None:
+        return
+    found = stored if isinstance(stored, list) else [None] * len(calibrations)
+    if not all([each.restore(kept) for each, kept in zip(calibrations, found, strict=False)]):
+        log.warning("What was learnt of how often draft tokens hit is ignored: it has other forms.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -10,22 +9,14 @@ import pytest
 
 from pipespec.errors import ConfigError
 from pipespec.server import answer_record
-from pipespec.server.answer_record import AnswerRecord, prepare_folder
+from pipespec.server.answer_record import AnswerRecord
 
 
 def keep(folder: Path, *answers: list[int]) -> None:
     """Write them in a server's life."""
-
-    async def serve() -> None:
-        record = AnswerRecord(prepare_folder(str(folder)), "a model")
-        for answer in answers:
-            record.add([1, 2], answer)
-            while record._waiting:
-                await asyncio.sleep(0)
-        record.close()
-        record.add([1], [2])  # too late, and no error
-
-    asyncio.run(serve())
+    record = AnswerRecord(str(folder), "a model")
+    for answer in answers:
+        record.add([([1, 2], answer)])
 
 
 def kept(folder: Path) -> list[int]:
@@ -56,24 +47,18 @@ def test_answers_without_tokens_are_left_out(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="is open to others or closed to you; run chmod 700"):
-        prepare_folder(str(tmp_path / "open"))
+        AnswerRecord(str(tmp_path / "open"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be kept in .*: File exists"):
-        prepare_folder(str(tmp_path / "file"))
+        AnswerRecord(str(tmp_path / "file"))
 
 
 def test_a_disk_that_fails_ends_the_record_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = prepare_folder(str(tmp_path / "kept"))
-
-    async def serve() -> None:
-        record = AnswerRecord(folder / "gone", "a model")
-        for _ in range(3):
-            record.add([1], [2])
-            while record._waiting:
-                await asyncio.sleep(0)
-
-    asyncio.run(serve())
+    record = AnswerRecord(str(tmp_path / "kept"), "a model")
+    record.folder.rmdir()
+    for _ in range(3):
+        record.add([([1], [2])])
     (line,) = capsys.readouterr().err.splitlines()
     assert "Answers are no longer kept in" in line and "No such file" in line

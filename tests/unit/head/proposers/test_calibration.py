@@ -134,20 +134,21 @@ def test_a_second_start_begins_with_what_the_first_has_learnt():
 
 
 @pytest.mark.parametrize(
-    "change",
+    "stored",
     [
-        {"ranks": 1},
-        {"depths": [[1.0]]},
-        {"differ": [0.5]},
-        {"depths": [[-1.0] * 5] * 3},
-        {"ranks": [["1"]]},
+        {},
+        ["text"],
+        [None],
+        [[[1.0], [1.0], [1.0]]],
+        [[[[1.0, 2.0], [1.0]], [], []]],
+        [[(each * np.nan).tolist() for each in map(np.array, learnt(4).stored())]],
     ],
-    ids=str,
+    ids=["object", "text", "null", "shapes", "ragged", "numbers"],
 )
-def test_what_is_kept_and_cannot_be_read_is_ignored_with_one_sentence(change, caplog):
+def test_what_is_kept_and_cannot_be_read_is_ignored_with_one_sentence(stored, caplog):
     calibration = Calibration()
     with caplog.at_level(logging.WARNING):
-        restore_calibrations([calibration], [learnt(4).stored() | change])
+        restore_calibrations([calibration], stored)
     (said,) = caplog.messages
     assert said.startswith("What was learnt of how often draft tokens hit is ignored: ")
     assert calibration.stored() == Calibration().stored()
