@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, given: Mapping[str, Any]) -> int:
     machine = Machine((TimeCurve.parse(times),) * stages, hop)
     suffix = None
     found: list[Draft] = []
-    with progress("simulating") as (on_done,):
+    with progress("measuring") as (on_done,):
         for done, model in enumerate(models, 1):
             try:
                 draft, accuracy, of_suffix = examined(model, target, full_name(name))
@@ -182,11 +182,9 @@ def timed(
     from pipespec.system.devices import num_cuda
 
     devices, role = ("cuda:0" if num_cuda() else "cpu",), "stage" if draft is None else "draft"
-    name = None if draft is None else str(draft.path)
-    sizes = rows, LENGTH, CHILDREN
-    request = MeasureRequest(
-        str(target.path), name, devices, ((role,),), *sizes, automatic(devices)
-    )
+    models = str(target.path), None if draft is None else str(draft.path)
+    how = devices, ((role,),), rows, LENGTH, CHILDREN, automatic(devices)
+    request = MeasureRequest(*models, *how)
     found: Mapping[str, Any] | None = measure(request)["devices"][0][role]
     return found
 

@@ -336,5 +336,6 @@ def restore_calibrations(calibrations: Sequence[Calibration], stored: Any) -> No
     if stored is None:
         return
     found = stored if isinstance(stored, list) else [None] * len(calibrations)
-    if not all([each.restore(kept) for each, kept in zip(calibrations, found, strict=False)]):
+    restored = [each.restore(kept) for each, kept in zip(calibrations, found, strict=False)]
+    if not all(restored):
         log.warning("What was learnt of how often draft tokens hit is ignored: it has other forms.")
