@@ -143,13 +143,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.models:
         refuse_settings(arguments, rest)
         return _list_models(arguments)
-    if arguments.drafts:
-        given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
-        return plan_drafts.run(arguments, given)
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
-    plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
+    of_gpus = _by_times if arguments.gpus is None else _on_gpus
+    plan = (_of_drafts if arguments.drafts else of_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
         asked = (plan.layouts, plan.methods, plan.accuracy)
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
@@ -248,6 +246,27 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         )
     accuracy = profile.accuracy()
     return Plan([layout], _methods(given), accuracy, about=about, more=lambda label: ({}, said))
+
+
+def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """The default policy with each draft at hand."""
+    from pipespec.config.compose import default_policy
+    from pipespec.extras.emulation.synthetic_proposer import Accuracy
+    from pipespec.extras.plan.advice import DecodingMethod
+    from pipespec.extras.plan.gpu_layouts import ROUND_MS
+
+    given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
+    suffix = Accuracy.parse(list(SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]), SUFFIX_SPREAD)
+    layouts, found = plan_drafts.compared(given, (suffix, ROUND_MS))
+    said = [each.in_words() for each in found]
+    said.append(
+        "Rounds are timed on this machine, and so are stages without stage_ms, as many machines "
+        "like it. Assumed is what a close pair had, of another vocabulary the common share of it; "
+        "`pipespec bench --profile` measures. docs/drafts.md says how to make a draft."
+    )
+    method = DecodingMethod("best_first", default_policy("best_first"), "auto")
+    about = {"drafts": [asdict(each) for each in found]}
+    return Plan(layouts, [method], suffix, about=about, more=lambda label: ({}, said))
 
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
