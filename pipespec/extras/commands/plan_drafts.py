@@ -53,10 +53,9 @@ class Draft:
         if self.why:
             return f"{self.setting}: {self.why}."
         own = f"{self.shared:.0%} of its tokens are the target's, {size_text(self.num_bytes)}, "
-        right = f"right at once for {self.top1:.0%} ({'measured' if self.measured else 'assumed'})"
-        return (
-            f"{self.setting}: {own * bool(self.num_bytes)}{self.round_ms:.1f} ms a round, {right}."
-        )
+        figures = f"{own * bool(self.num_bytes)}{self.round_ms:.1f} ms a round"
+        known = "measured" if self.measured else "assumed"
+        return f"{self.setting}: {figures}, right at once for {self.top1:.0%} ({known})."
 
 
 def compared(
