@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.terminal import progress
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.sizes import size_text
-from pipespec.system.validation import Unreadable, from_fields, read_json, typed
+from pipespec.system.validation import Unreadable, from_fields, is_folder, read_json, typed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +64,7 @@ def compared(
     """A layout for each draft that can be used, and all that were looked at. `suffix`: what is
     assumed of the suffix proposer, with the time of a round. Heads are refused as drafts are."""
     from pipespec.client.model_info import full_name
+    from pipespec.engine.checkpoint.model_path import known_model
     from pipespec.engine.inspection.inspection import inspect
     from pipespec.extras.emulation.machine import TimeCurve
     from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
@@ -94,7 +95,7 @@ def compared(
         for done, model in enumerate(models, 1):
             draft = Draft(f"model.draft={model}")
             try:
-                info = inspect(model)
+                info = inspect(known_model(model) or model)
                 shared = 1.0 if (tokens := token_map(target, info)) is None else tokens.share
                 figures = timed(target, info, ROWS[-1])
             except ModelError as error:
@@ -114,20 +115,23 @@ def compared(
 
 
 def at_hand(target: CheckpointInfo) -> Iterator[str]:
-    """Checkpoints beside the target's, and in the cache of the hub, that are so much smaller."""
+    """Checkpoints beside the target's, and those of the hub that are here, if they are so much
+    smaller."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
+    from pipespec.engine.checkpoint.model_path import known_model
+    from pipespec.engine.checkpoint.parts.folder import entries
     from pipespec.engine.formats.gguf import is_gguf
     from pipespec.engine.inspection.inspection import inspect
 
-    beside = sorted(target.path.parent.iterdir())
-    names = [str(each) for each in beside if is_gguf(each) or (each / "config.json").is_file()]
+    hub = {each.model for each in entries()}
     with suppress(CacheNotFound):
-        repositories = scan_cache_dir().repos
-        names += sorted(each.repo_id for each in repositories if each.repo_type == "model")
-    for name in names:
-        with suppress(ModelError):  # nobody has named it
-            if size_of(inspect(name)) <= SMALLER * size_of(target):
+        hub |= {each.repo_id for each in scan_cache_dir().repos}
+    beside = sorted(target.path.parent.iterdir())
+    found = {str(each): each for each in beside if is_gguf(each) or is_folder(each)}
+    for name, path in (found | {each: known_model(each) for each in sorted(hub)}).items():
+        with suppress(ModelError):  # it is no model, or none that can draft
+            if path is not None and size_of(inspect(path)) <= SMALLER * size_of(target):
                 yield name
 
 
