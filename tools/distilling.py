@@ -187,9 +187,9 @@ def suffix_ranks(learnt: Sequence[Text], texts: Sequence[Text], most: int) -> np
             request = ProposalRequest(context, tree, np.array([ROOT]))
             while (found := proposer.propose([request], most)[0]) is None:
                 pass  # it reads the prompt
-            proposed = [*found.tokens[0][np.isfinite(found.logps[0])], ids[position]]
-            ranks.append(1 + min(proposed.index(ids[position]), most))
-            context.tokens.append(ids[position])
+            token, proposed = ids[position], found.tokens[0][np.isfinite(found.logps[0])].tolist()
+            ranks.append(1 + (proposed.index(token) if token in proposed else most))
+            context.tokens.append(token)
             context.nodes.append(position)
         proposer.end_sequence(number)
         proposer.past.read(len(ids))
