@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.cli.main import main
 from pipespec.errors import ConfigError
 from pipespec.server import answer_record
 from pipespec.server.answer_record import AnswerRecord
@@ -62,3 +63,12 @@ def test_a_disk_that_fails_ends_the_record_with_one_sentence(
         record.add([([1], [2])])
     (line,) = capsys.readouterr().err.splitlines()
     assert "Answers are no longer kept in" in line and "No such file" in line
+
+
+def test_serve_refuses_such_a_folder_before_it_starts_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    monkeypatch.setenv("PIPESPEC_ANSWERS", str(tmp_path / "open"))
+    assert main(["serve", "--on", "none", "--port", "0"]) == 2
+    assert "is open to others or closed to you" in capsys.readouterr().err
