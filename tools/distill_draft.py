@@ -48,9 +48,11 @@ MEASURED_ROWS, MEASURED_SHARE = 32, 0.1
 
 
 @torch.inference_mode()
-def accuracy(target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text]) -> list[float]:
-    """How often the target's greedy token is among the draft's k best, for each of TOP_KS, where
-    texts are the target's own."""
+def draft_ranks(
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text]
+) -> np.ndarray:
+    """The rank of the target's greedy token for the draft, from 1, where texts are the target's
+    own."""
     ranks = []
     for text in texts:
         ids = torch.from_numpy(text.ids.astype(np.int64))[None].to(target.device)
@@ -60,16 +62,20 @@ def accuracy(target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Te
         )
         score = logits.gather(-1, wanted.argmax(-1, keepdim=True))
         ranks.append((logits > score).sum(-1).cpu().numpy() + 1)
-    return shares_of(np.concatenate(ranks))
+    return np.concatenate(ranks)
 
 
 def shares_of(ranks: np.ndarray) -> list[float]:
+    """How often the token is among the k best, for each of TOP_KS."""
     return [float((ranks <= k).mean()) for k in TOP_KS]
 
 
-def points(shares: Sequence[float]) -> list[str]:
-    """As `pipespec plan` takes a curve, which no draft begins at 0."""
-    return [f"{k}:{max(share, 0.001):.3f}" for k, share in zip(TOP_KS, shares, strict=True)]
+def points(ranks: np.ndarray) -> list[str]:
+    """The same for every k, as `pipespec plan` takes a curve: it begins above 0, and no rank is
+    likelier than those before it, which by chance it may be."""
+    hits = np.bincount(np.minimum(ranks, TOP_KS[-1] + 1), minlength=TOP_KS[-1] + 2)[1:-1]
+    shares = np.maximum(np.sort(hits)[::-1].cumsum() / len(ranks), 1e-3)
+    return [f"{k}:{share:.6f}" for k, share in enumerate(shares.tolist(), 1)]
 
 
 class Curve:
@@ -187,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
 
     def measure(step: int) -> None:
-        shares = accuracy(target, draft, texts)
+        shares = shares_of(draft_ranks(target, draft, texts))
         curve.add(step * budget.batch_tokens, shares)
         said = ", ".join(f"top-{k} {share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
         console.print(f"After {step * budget.batch_tokens / 1e6:.2f} M tokens: {said}")
@@ -206,14 +212,14 @@ def main(argv: list[str] | None = None) -> None:
         on_checkpoint=measure,
         made_of=made_of,
     )
-    if budget.steps * budget.batch_tokens not in curve.rows:
-        measure(budget.steps)  # a run that was killed then had made its last checkpoint
+    ranks = draft_ranks(target, draft, texts)
+    # A run that was killed at the end had made its last checkpoint.
+    curve.add(budget.steps * budget.batch_tokens, shares_of(ranks))
     stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
     draft.to(stored).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    shares = curve.rows[max(curve.rows)]
-    suffix = points(shares_of(suffix_ranks(learnt, texts, TOP_KS[-1])))
-    plan = {"target": full_name(args.target), "curve": points(shares), "suffix": suffix}
+    suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
+    plan = {"target": full_name(args.target), "curve": points(ranks), "suffix": suffix}
     store(args.out / "accuracy.json", curve.in_json | {"plan": plan})
     text = card(draft, budget, curve, args)
     (args.out / "README.md").write_text(text, encoding="utf-8")

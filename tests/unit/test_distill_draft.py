@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.server.answer_record import AnswerRecord
 from pipespec.system.folders import resource_dir
-from tools.distill_draft import main
+from tools.distill_draft import main, points
 from tools.distilling import (
     Text,
     config_of,
@@ -90,7 +91,7 @@ def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, ca
     plan = json.loads((out / "accuracy.json").read_text())["plan"]
     assert plan["target"] == str(target)
     for curve in (plan["curve"], plan["suffix"]):
-        assert [point.partition(":")[0] for point in curve] == ["1", "4", "16"]
+        assert Accuracy.parse(curve, 0.5).hit_rate(16) <= 1
     draft = AutoModelForCausalLM.from_pretrained(out)
     assert (draft.config.num_hidden_layers, draft.config.hidden_size) == (2, 16)
     assert (draft.config.vocab_size, draft.config.head_dim) == (2048, 8)
@@ -157,6 +158,14 @@ def test_suffixes_are_measured_with_what_was_answered_before():
     known = Text(np.array([3, 4, 5, 6, 7, 8, 9]), 2)
     assert suffix_ranks([], [text], 4).tolist() == [5] * 5
     assert suffix_ranks([known], [text], 4).tolist() == [1, 1, 1, 5, 5]
+
+
+def test_curve_of_few_tokens_is_one_that_plan_takes():
+    """A later rank that by chance was hit more often than an earlier one counts as that."""
+    found = points(np.array([1, 1, 1, 4, 5, 5, 16, 17, 400]))
+    assert Accuracy.parse(found, 0.5).hit_rate(1) == pytest.approx(3 / 9, abs=1e-5)
+    assert found[-1] == "16:0.777778"
+    assert points(np.array([17]))[0] == "1:0.001000"
 
 
 def test_no_text_to_learn_from_is_refused(target, tmp_path, capsys):
