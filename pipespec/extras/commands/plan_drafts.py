@@ -164,9 +164,10 @@ def timed(target: CheckpointInfo, draft: CheckpointInfo | None, rows: int) -> Ma
     from pipespec.system.devices import num_cuda
 
     devices, role = ("cuda:0" if num_cuda() else "cpu",), "stage" if draft is None else "draft"
-    models = str(target.path), None if draft is None else str(draft.path)
-    how = devices, ((role,),), rows, LENGTH, CHILDREN, automatic(devices)
-    found: Mapping[str, Any] | None = measure(MeasureRequest(*models, *how))["devices"][0][role]
+    of_draft = None if draft is None else str(draft.path)
+    how: Any = devices, ((role,),), rows, LENGTH, CHILDREN, automatic(devices)
+    found: Mapping[str, Any] | None
+    found = measure(MeasureRequest(str(target.path), of_draft, *how))["devices"][0][role]
     if found is None:
         raise ModelError("this machine has no room for it")
     return found
