@@ -65,44 +65,24 @@ def draft_ranks(
     return np.concatenate(ranks)
 
 
-def shares_of(ranks: np.ndarray) -> list[float]:
-    """How often the token is among the k best, for each of TOP_KS."""
-    return [float((ranks <= k).mean()) for k in TOP_KS]
-
-
 def points(ranks: np.ndarray) -> list[str]:
-    """The same for every k, as `pipespec plan` takes a curve: it begins above 0, and no rank is
-    likelier than those before it, which by chance it may be."""
+    """How often the token is among the k best, as `pipespec plan` takes a curve: it begins above 0,
+    and no rank is likelier than those before it, which by chance it may be."""
     hits = np.bincount(np.minimum(ranks, TOP_KS[-1] + 1), minlength=TOP_KS[-1] + 2)[1:-1]
     shares = np.maximum(np.sort(hits)[::-1].cumsum() / len(ranks), 1e-3)
     return [f"{k}:{share:.6f}" for k, share in enumerate(shares.tolist(), 1)]
 
 
-class Curve:
-    """Accuracy by tokens learnt from, kept in a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows: dict[int, list[float]] = {}
-        if path.exists():
-            held = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
-            self.rows = {each["tokens"]: each["top"] for each in held}
-
-    def add(self, tokens: int, shares: list[float]) -> None:
-        self.rows[tokens] = shares
-        store(self.path, self.in_json)
-
-    @property
-    def in_json(self) -> dict[str, Any]:
-        values = [{"tokens": n, "top": self.rows[n]} for n in sorted(self.rows)]
-        return {"top_ks": TOP_KS, "accuracy": values}
-
-    def table(self) -> str:
-        """As Markdown."""
-        shares = {n: " | ".join(f"{each:.3f}" for each in self.rows[n]) for n in sorted(self.rows)}
-        head = " | ".join(f"top-{k}" for k in TOP_KS)
-        lines = [f"| tokens | {head} |", "|---" * (len(TOP_KS) + 1) + "|"]
-        return "\n".join([*lines, *(f"| {n / 1e6:.2f} M | {of} |" for n, of in shares.items())])
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracy by tokens learnt from, as Markdown."""
+    lines = [
+        f"| tokens | {' | '.join(f'top-{k}' for k in TOP_KS)} |",
+        "|---" * (1 + len(TOP_KS)) + "|",
+    ]
+    for row in rows:
+        shares = " | ".join(f"{share:.3f}" for share in row["top"])
+        lines.append(f"| {row['tokens'] / 1e6:.2f} M | {shares} |")
+    return "\n".join(lines)
 
 
 def store(path: Path, values: dict[str, Any]) -> None:
@@ -110,7 +90,9 @@ def store(path: Path, values: dict[str, Any]) -> None:
     written(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def card(draft: PreTrainedModel, budget: Budget, curve: Curve, args: argparse.Namespace) -> str:
+def card(
+    draft: PreTrainedModel, budget: Budget, rows: Sequence[dict[str, Any]], args: argparse.Namespace
+) -> str:
     config, widths = draft.config, "half its widths" if args.halve else "its widths"
     return f"""---
 library_name: transformers
@@ -126,7 +108,7 @@ A draft for {Path(args.target).name}: {config.num_hidden_layers} layers, {widths
 How often the target's greedy token is among the best k of the draft, along text that the target
 has written itself and that the draft did not learn from:
 
-{curve.table()}
+{table(rows)}
 """
 
 
@@ -169,8 +151,8 @@ def main(argv: list[str] | None = None) -> None:
     draft = student_of(target, layers, halve=args.halve).to(args.device)
 
     window = 1 + max(BEGINNING, args.length)
-    streams = [] if args.text is None else read_text(args.text, tokenizer, window)
-    mix = Mix.of(streams, [1.0] * len(streams))
+    text = [] if args.text is None else [read_text(args.text, tokenizer, window)]
+    mix = Mix.of(text, [1.0] * len(text))
     if args.answers is None:
         learnt, texts = (
             own_text(target, mix, rows, args.length, seed, args.folder, str(folder))
@@ -185,20 +167,24 @@ def main(argv: list[str] | None = None) -> None:
         learnt, texts = kept[:-measured], kept[-measured:][-MEASURED_ROWS:]
     own = np.concatenate([each.ids for each in learnt])
     if len(own) <= window:
-        raise SystemExit(f"{len(own)} tokens are too few to learn from; give a smaller --length.")
-    mix = mix.plus(own, args.own_share if streams else 1.0)
+        raise SystemExit(
+            f"The answers have {len(own)} tokens, of which more than {window} are needed."
+        )
+    mix = mix.plus(own, args.own_share if text else 1.0)
 
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
-    curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
+    path = args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["accuracy"] if path.exists() else []
 
     def measure(step: int) -> None:
-        shares = shares_of(draft_ranks(target, draft, texts))
-        curve.add(step * budget.batch_tokens, shares)
-        said = ", ".join(f"top-{k} {share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
-        console.print(f"After {step * budget.batch_tokens / 1e6:.2f} M tokens: {said}")
+        ranks, tokens = draft_ranks(target, draft, texts), step * budget.batch_tokens
+        top = [float((ranks <= k).mean()) for k in TOP_KS]
+        rows[:] = [*(row for row in rows if row["tokens"] < tokens), {"tokens": tokens, "top": top}]
+        store(path, {"top_ks": TOP_KS, "accuracy": rows})
+        console.print(table(rows[-1:]).splitlines()[-1])
 
-    if not curve.rows:
+    if not rows:
         measure(0)
     train(
         "draft",
@@ -212,18 +198,15 @@ def main(argv: list[str] | None = None) -> None:
         on_checkpoint=measure,
         made_of=made_of,
     )
-    ranks = draft_ranks(target, draft, texts)
-    # A run that was killed at the end had made its last checkpoint.
-    curve.add(budget.steps * budget.batch_tokens, shares_of(ranks))
-    stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
-    draft.to(stored).save_pretrained(args.out)
+    measure(budget.steps)  # a run that was killed then had made its last checkpoint
+    own_curve = points(draft_ranks(target, draft, texts))
+    draft.to(AutoConfig.from_pretrained(folder).dtype or torch.float32).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
-    plan = {"target": full_name(args.target), "curve": points(ranks), "suffix": suffix}
-    store(args.out / "accuracy.json", curve.in_json | {"plan": plan})
-    text = card(draft, budget, curve, args)
-    (args.out / "README.md").write_text(text, encoding="utf-8")
-    console.print(curve.table(), soft_wrap=True)
+    plan = {"target": full_name(args.target), "curve": own_curve, "suffix": suffix}
+    store(args.out / "accuracy.json", {"top_ks": TOP_KS, "accuracy": rows, "plan": plan})
+    (args.out / "README.md").write_text(card(draft, budget, rows, args), encoding="utf-8")
+    console.print(table(rows), soft_wrap=True)
     models = f"model.target={args.target}", f"model.draft={args.out}"
     said = f"The draft is in {args.out}.\nTo decode with it: pipespec generate {' '.join(models)}"
     console.print(said, soft_wrap=True)

@@ -21,7 +21,7 @@ from pipespec.head.proposers.suffix import SuffixConfig, SuffixProposer
 from pipespec.head.tree import ROOT, Tree
 from pipespec.server.answer_record import FILES
 from pipespec.system.validation import Unreadable, from_fields, parse_json
-from tools.training import Mix, console, key_of, progress_steps, written
+from tools.training import Mix, key_of, progress_steps, written
 
 # What `--halve` makes half as large, beside the heads.
 WIDTHS = ("hidden_size", "intermediate_size")
@@ -196,24 +196,16 @@ def suffix_ranks(learnt: Sequence[Text], texts: Sequence[Text], most: int) -> np
     return np.array(ranks)
 
 
-def read_text(folder: Path, tokenizer: Any, window: int) -> list[np.ndarray]:
-    """Token ids of each text file that is longer than a window of so many tokens, except licences
-    and those held out (`book_*`)."""
+def read_text(folder: Path, tokenizer: Any, window: int) -> np.ndarray:
+    """Token ids of all text files, one after another, except licences and those held out
+    (`book_*`). Raises SystemExit if they are not more than `window`."""
     files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
-    files = [p for p in files if not p.name.startswith("book_")]
-    if not files:
-        raise SystemExit(f"{folder} has no text files (*.txt) to learn from; add at least one.")
-    found = []
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if len(ids) > window:
-            found.append(ids)
-        else:
-            said = f"{path} is left out: {len(ids)} tokens are no more than the {window} of a text"
-            console.print(said, soft_wrap=True)
-    if not found:
+    texts = (p.read_text(encoding="utf-8") for p in files if not p.name.startswith("book_"))
+    found = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
+    ids = np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
+    if len(ids) <= window:
         raise SystemExit(
-            f"No text file of {folder} has more than {window} tokens; add longer ones."
+            f"The text files (*.txt) of {folder} have {len(ids)} tokens, of which more than "
+            f"{window} are needed; add some."
         )
-    return found
+    return ids

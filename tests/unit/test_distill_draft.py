@@ -85,7 +85,7 @@ def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, ca
     out = tmp_path / "draft"
     run(target, corpus, out, "--layers", "2", "--halve")
     said = capsys.readouterr().out
-    assert len(re.findall(r"^After 0\.00 M tokens: top-1 0\.\d{3}, top-4 .*$", said, re.M))
+    assert len(re.findall(r"^\| 0\.00 M \| 0\.\d{3} \| 0\.\d{3} \| .*$", said, re.M)) >= 3
     assert f"\nThe draft is in {out}.\n" in said
     assert f"model.draft={out}" in said.partition("Recommended")[0], "a row of the plan"
     plan = json.loads((out / "accuracy.json").read_text())["plan"]
@@ -115,15 +115,15 @@ def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus,
     assert (tmp_path / "draft" / "accuracy.json").read_text() == curve
 
 
-def test_short_texts_are_left_out(target, corpus, tmp_path, capsys):
+def test_too_little_text_is_refused_before_the_target_writes(target, tmp_path):
     texts = tmp_path / "texts"
-    shutil.copytree(corpus, texts)
-    (texts / "short.txt").write_text("the cat sat")
-    run(target, texts, tmp_path / "draft", "--layers", "2", tokens=256)
-    assert "short.txt is left out: " in capsys.readouterr().out
-    (texts / "words.txt").unlink()
-    with pytest.raises(SystemExit, match=r"No text file .* has more than 65 tokens"):
-        run(target, texts, tmp_path / "other", "--layers", "2", tokens=256)
+    texts.mkdir()
+    with pytest.raises(SystemExit, match=r"have 0 tokens, of which more than 65 are needed"):
+        run(target, texts, tmp_path / "draft", "--layers", "2")
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text("the cat sat")
+    with pytest.raises(SystemExit, match=r"texts have \d+ tokens, of which more than 65"):
+        run(target, texts, tmp_path / "draft", "--layers", "2")
 
 
 @pytest.fixture
