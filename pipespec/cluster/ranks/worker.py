@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from pipespec.errors import ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import MOST_IN_FLIGHT
+from pipespec.head.proposers.calibration import calibrations_of, restore_calibrations
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
@@ -58,8 +58,9 @@ from pipespec.transport.transport_settings import NCCL
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
 LONGER_S = 15.0
-# The folder of what was learnt of steps (`LearntSteps`), in the user's cache folder.
-STEP_TIMES = "step_times"
+# The folders of what was learnt of steps (`LearntSteps`), and of how often the proposers are right,
+# in the user's cache folder.
+STEP_TIMES, CALIBRATIONS = "step_times", "calibrations"
 
 log = logging.getLogger(__name__)
 
@@ -323,6 +324,13 @@ def _run_head(
     scheduling = rank_components.scheduler_config(deployment, kv_tokens)
     scheduler = Scheduler(scheduling, scorer)
     key = rank_components.step_times_key(deployment)
+    of_proposer = rank_components.calibrations_key(deployment)
+    calibrations = [*calibrations_of(proposer)]
+
+    def keep_learnt(steps: dict[str, Any]) -> None:
+        store_cached(STEP_TIMES, key, steps)
+        store_cached(CALIBRATIONS, of_proposer, [each.stored() for each in calibrations])
+
     settings = HeadSettings(
         len(deployment.layers),
         rank_components.stop_check(deployment),
@@ -330,11 +338,12 @@ def _run_head(
         config.emulate,
         grammars.begin,
         grammars.masks,
-        keep_learnt=partial(store_cached, STEP_TIMES, key),
+        keep_learnt=keep_learnt,
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_stages, scheduling.overlap, scheduling.rounds
         scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
+        restore_calibrations(calibrations, load_cached(CALIBRATIONS, of_proposer))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
-from pipespec.extras.commands import plan_hosts
+from pipespec.extras.commands import plan_drafts, plan_hosts
 from pipespec.extras.commands.plan_hosts import predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
@@ -55,7 +55,8 @@ def add(commands: Commands) -> None:
         "plan",
         help="predict what a cluster will do, and say how to lay it out and how to decode",
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
-        "[NAME=VALUE ...] | pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
+        "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
+        "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
         description="Predict the time between tokens and the speed-up over plain pipeline "
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
         "else of every decoding method, for times of stages and draft that a profile or arguments "
@@ -76,6 +77,12 @@ def add(commands: Commands) -> None:
         "--models",
         action="store_true",
         help="list the models that pipespec knows; with --gpus those that fit",
+    )
+    command.add_argument(
+        "--drafts",
+        action="store_true",
+        help="compare what could draft for model.target: models at hand, or those of model.draft, "
+        "and proposer=suffix, by the times of this machine or of stage_ms",
     )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
     command.add_argument(
@@ -125,7 +132,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
-        for option in ("gpus", "models", *OF_GPUS, "context", "profile"):
+        for option in ("gpus", "models", "drafts", *OF_GPUS, "context", "profile"):
             if getattr(arguments, option.replace("-", "_")):
                 raise ConfigError(f"--{option} is of no plan with a hosts file; leave one out.")
         return plan_hosts.run(arguments, settings)
@@ -139,7 +146,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
-    plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
+    of_gpus = _by_times if arguments.gpus is None else _on_gpus
+    plan = (_of_drafts if arguments.drafts else of_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
         asked = (plan.layouts, plan.methods, plan.accuracy)
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
@@ -238,6 +246,27 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         )
     accuracy = profile.accuracy()
     return Plan([layout], _methods(given), accuracy, about=about, more=lambda label: ({}, said))
+
+
+def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """The default policy with each draft at hand."""
+    from pipespec.config.compose import default_policy
+    from pipespec.extras.emulation.synthetic_proposer import Accuracy
+    from pipespec.extras.plan.advice import DecodingMethod
+    from pipespec.extras.plan.gpu_layouts import ROUND_MS
+
+    given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
+    suffix = Accuracy.parse(list(SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]), SUFFIX_SPREAD)
+    layouts, found = plan_drafts.compared(given, (suffix, ROUND_MS))
+    said = [each.in_words() for each in found]
+    said.append(
+        "Rounds are timed on this machine, and so are stages without stage_ms, as many machines "
+        "like it. Assumed is what a close pair had, of another vocabulary the common share of it; "
+        "`pipespec bench --profile` measures. docs/drafts.md says how to make a draft."
+    )
+    method = DecodingMethod("best_first", default_policy("best_first"), "auto")
+    about = {"drafts": [asdict(each) for each in found]}
+    return Plan(layouts, [method], suffix, about=about, more=lambda label: ({}, said))
 
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
