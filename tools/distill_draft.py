@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +30,16 @@ from transformers import (
 )
 
 from tools.distilling import OwnText, kept_layers, read_text, student_of, to_learn_from
-from tools.training import Budget, Mix, console, key_of, model_folder, train, written
+from tools.training import (
+    Budget,
+    Mix,
+    console,
+    key_of,
+    model_folder,
+    optimizers_for,
+    train,
+    written,
+)
 
 TOP_KS = (1, 4, 16)
 # Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
@@ -168,6 +178,11 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
     curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
+    loss = to_learn_from(target, draft)
+
+    def loss_of(step: int) -> Tensor:
+        ids = budget.batch("draft", mix, step).to(args.device)
+        return loss(ids, step / budget.steps)
 
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)
@@ -179,14 +194,14 @@ def main(argv: list[str] | None = None) -> None:
     train(
         "draft",
         draft,
-        mix,
-        budget,
+        optimizers_for(draft, draft.model.layers),
+        budget.steps,
         args.folder,
-        to_learn_from(target, draft),
+        loss_of,
+        began_with=budget.began_with(mix) | made_of,
         checkpoint_every=args.checkpoint_every,
         log_every=args.log_every,
         on_checkpoint=measure,
-        made_of=made_of,
     )
     if budget.steps * budget.batch_tokens not in curve.rows:
         measure(budget.steps)  # a run that was killed then had made its last checkpoint

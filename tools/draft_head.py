@@ -1,0 +1,208 @@
+"""A draft head of one decoder layer, as EAGLE-3's (Li et al. 2025), in the folder that SpecForge
+writes and SGLang and vLLM read: `config.json` and `model.safetensors`.
+
+Row i reads what is known of position i and the embedding of token i + 1, and says token i + 2. What
+is known are the target's hidden states at three layers, fused by `fc`, or, of a position that the
+head drafted itself, its own output before the last norm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# What a head's configuration has of its target's.
+SHARED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
+def feature_layers(count: int) -> list[int]:
+    """After how many of the target's layers the head reads its hidden states, by default of
+    SpecForge, SGLang and vLLM."""
+    return [2, count // 2, count - 3]
+
+
+def head_config(target: PreTrainedConfig, draft_vocabulary: int) -> LlamaConfig:
+    """The configuration of a head that says so many of the target's tokens."""
+    heads = target.num_attention_heads
+    layers = feature_layers(target.num_hidden_layers)
+    if layers[0] > layers[1] or layers[1] > layers[2]:
+        raise SystemExit(
+            f"The target has {target.num_hidden_layers} layers, too few for the features of three."
+        )
+    values: dict[str, Any] = {name: getattr(target, name) for name in SHARED}
+    values |= {
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": target.rope_parameters["rope_theta"],
+        },
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": draft_vocabulary,
+        # vLLM counts the layers below the state, SpecForge and SGLang name the last of them.
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]},
+    }
+    return LlamaConfig(**values)
+
+
+class DraftHead(nn.Module):
+    """The head; its parameters and buffers have the names of the file."""
+
+    t2d: Tensor  # of each of the target's tokens, whether the head says it
+    d2t: Tensor  # from each of the head's tokens to its id in the target's vocabulary
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.config = config
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        attention = {
+            "q_proj": nn.Linear(2 * hidden, queries, bias=False),
+            "k_proj": nn.Linear(2 * hidden, keys, bias=False),
+            "v_proj": nn.Linear(2 * hidden, keys, bias=False),
+            "o_proj": nn.Linear(queries, hidden, bias=False),
+        }
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.midlayer = nn.ModuleDict(
+            {name: LlamaRMSNorm(hidden, config.rms_norm_eps) for name in norms}
+            | {"self_attn": nn.ModuleDict(attention), "mlp": LlamaMLP(config)}
+        )
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    @classmethod
+    def before_training(cls, target: PreTrainedModel, said: Sequence[int]) -> DraftHead:
+        """A head that says these of the target's tokens. It begins as the target's last layer over
+        the last of the features, which reads the embedding as it reads these, and its output."""
+        head = cls(head_config(target.config, len(said)))
+        known = torch.tensor(sorted(said))
+        last = target.model.layers[-1].state_dict()
+        own = head.midlayer.state_dict()
+        own |= {name: last[name] for name in own if name in last}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own[f"self_attn.{name}.weight"] = last[f"self_attn.{name}.weight"].repeat(1, 2)
+        own["hidden_norm.weight"] = own["input_layernorm.weight"]
+        head.midlayer.load_state_dict(own)
+        hidden = head.config.hidden_size
+        with torch.no_grad():
+            head.fc.weight.zero_()[:, -hidden:] = torch.eye(hidden)
+            head.norm.weight.copy_(target.model.norm.weight)
+            head.lm_head.weight.copy_(target.get_output_embeddings().weight[known])
+        head.t2d.zero_()[known] = True
+        head.d2t.copy_(known - torch.arange(len(known)))
+        return head
+
+    def places(self) -> Tensor:
+        """Of each of the target's tokens its number among the head's, -1 for none."""
+        return torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
+
+    def projected(self, known: Tensor, embedded: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values `[heads, n, size]` of rows at positions `[n]`, from what is
+        known `[n, hidden]` and embeddings `[n, hidden]`."""
+        layer = self.midlayer
+        joined = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(known)), -1)
+        q, k, v = (
+            layer.self_attn[name](joined).unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        q, k = apply_rotary_pos_emb(q[None], k[None], *self.rotary(joined, at[None]))
+        groups = len(q[0]) // len(k[0])
+        return q[0], k[0].repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+
+    def output(
+        self, known: Tensor, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Any
+    ) -> Tensor:
+        """Outputs `[n, hidden]` of rows that attend to the first keys `[heads, m, size]`, to which
+        a mask `[n, m]` is added, and each to its own `[heads, n, size]` of the other ones."""
+        scale = q.shape[-1] ** -0.5
+        scores = [q @ keys[0].mT * scale + mask]
+        scores += [(q * own).sum(-1, keepdim=True) * scale for own in keys[1:]]
+        weights = torch.cat(scores, -1).softmax(-1)
+        shared = keys[0].shape[1]
+        mixed = weights[..., :shared] @ values[0]
+        for number, own in enumerate(values[1:], shared):
+            mixed = mixed + weights[..., number, None] * own
+        attended = self.midlayer.self_attn["o_proj"](mixed.transpose(0, 1).flatten(1))
+        state = known + attended
+        return state + self.midlayer.mlp(self.midlayer.post_attention_layernorm(state))
+
+    def first(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
+        """Of rows with true features `[n, 3 * hidden]`: these fused, queries, keys and values."""
+        known = self.fc(features)
+        return known, *self.projected(known, embedded, torch.arange(len(known)))
+
+    def forward(
+        self, features: Tensor, embedded: Tensor, steps: int, first: int = 0
+    ) -> Iterator[Tensor]:
+        """Outputs of steps at bases `first` to n, `[n - first, hidden]` each, from features
+        `[n, 3 * hidden]` and embeddings `[n + steps, hidden]`. Step j at base i reads token i + j,
+        attends to the rows of step 1 up to base i, and to its own later ones."""
+        n = len(features)
+        known, q, k, v = self.first(features, embedded[1 : n + 1])
+        keys, values, known, q = [k], [v], known[first:], q[:, first:]
+        mask = torch.ones(n, n).tril().log()[first:]
+        for step in range(1, steps + 1):
+            if step > 1:
+                at = torch.arange(first, n) + step - 1
+                q, k, v = self.projected(known, embedded[first + step : n + step], at)
+                keys.append(k)
+                values.append(v)
+            known = self.output(known, q, keys, values, mask)
+            yield known
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Of the head's own tokens `[n, draft_vocab_size]`."""
+        return self.lm_head(self.norm(output))
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
+            for name, value in self.state_dict().items()
+        }
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = self.config.to_dict() | {
+            "architectures": [ARCHITECTURE],
+            "dtype": str(dtype).removeprefix("torch."),
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            # As Transformers before 5 say it.
+            "rope_theta": self.config.rope_parameters["rope_theta"],
+            "rope_scaling": None,
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> DraftHead:
+        head = cls(LlamaConfig.from_pretrained(folder))
+        head.load_state_dict(load_file(folder / "model.safetensors"))
+        return head

@@ -1,0 +1,381 @@
+"""Train a draft head for a target, from the target's own answers.
+
+    python -m tools.train_head --target SmolLM2.gguf --out drafts/head
+
+The head is one layer, as EAGLE-3's (`tools/draft_head.py`), and learns the target's distribution
+with training-time test: unrolled over `--steps` positions, of which later ones count less. It
+learns from greedy answers to the shipped prompts, of which every eighth is held out, and to those
+of `--prompts`; with `--draws`, also from so many answers to each that are drawn. After each epoch
+the head is written to `--out` and measured on the answers that are held out. A run that was killed
+continues in `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.extras.bench import dataset
+from tools.draft_head import DraftHead, feature_layers
+from tools.training import console, key_of, progress_steps, train, written
+
+PROMPT_TOKENS = 256  # of a prompt at most
+SHORTEST = 16  # tokens of an answer
+AT_ONCE = 40  # texts that the target decodes together
+HELD_OUT = 8  # every so many a text is not learnt from
+TEMPERATURE = 0.8  # of answers that are drawn
+LEARNING_RATE = 1e-3
+DECAY = 0.8  # of the weight of a later step in the loss
+LIKELY, OTHERS = 16, 2048  # tokens of the target's best, and at random, in a text's loss
+DISTANCES = 4  # of the figures
+# Shapes of the trees that are measured: nodes, and children of a node at most.
+TREES = {"chain of 4": (4, 1), "tree of 16": (16, 16)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's answer: `tokens` `[n]`, of which `answer` on is the answer,
+    `features` of three layers `[n, 3 * hidden]` and the last, normed, `[n, hidden]`."""
+
+    tokens: Tensor
+    answer: int
+    features: Tensor
+    last: Tensor
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.answer].tolist()
+
+
+def load_target(path: Path) -> PreTrainedModel:
+    name = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if name else path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **name)
+    return model.eval().requires_grad_(False)
+
+
+def prompts(target: Path, path: Path | None, count: int) -> list[list[int]]:
+    """Token ids of the prompts of a data set, in the target's chat template."""
+    encoder = tokenizer.load(target)
+    found = []
+    for sample in dataset.load(dataset.chosen(path), count):
+        text = sample.prompt
+        if isinstance(encoder.chat_template, str):
+            message = [{"role": "user", "content": text}]
+            how = {"chat_template": encoder.chat_template, "add_generation_prompt": True}
+            text = encoder.apply_chat_template(message, **how)
+        found.append(encoder.encode(text)[-PROMPT_TOKENS:])
+    return found
+
+
+@torch.inference_mode()
+def answered(
+    model: PreTrainedModel, asked: Sequence[list[int]], new: int, temperature: float
+) -> Iterator[Text]:
+    """The prompts with the target's answers, greedy at temperature 0, and its hidden states along
+    them."""
+    longest = max(map(len, asked))
+    ids = torch.zeros(len(asked), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(asked):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    how = {"temperature": temperature, "top_k": 0} if temperature else {}
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=bool(temperature), **how
+    )
+    ends = model.generation_config.eos_token_id
+    eos = {ends} if isinstance(ends, int) else {*(ends or ())}
+    layers = feature_layers(model.config.num_hidden_layers)
+    for prompt, row in zip(asked, out, strict=True):
+        answer = row[longest:].tolist()
+        stop = next((i for i, token in enumerate(answer) if token in eos), len(answer))
+        tokens = torch.tensor([*prompt, *answer[:stop]])
+        if stop < SHORTEST:
+            continue
+        found = model.model(tokens[None], output_hidden_states=True)
+        joined = torch.cat([found.hidden_states[layer][0] for layer in layers], -1)
+        yield Text(tokens, len(prompt), joined, found.last_hidden_state[0])
+
+
+def texts(
+    model: PreTrainedModel,
+    asked: Sequence[list[int]],
+    new: int,
+    folder: Path,
+    name: str,
+    draw: int = 0,
+) -> list[Text]:
+    """The target's answers of up to `new` tokens, except for short ones: greedy ones, or the
+    `draw`-th that are drawn. They are kept in `folder` for the target of this name."""
+    found: list[Text] = []
+    for piece in progress_steps(f"answers {draw}", 0, -(-len(asked) // AT_ONCE)):
+        own = asked[piece * AT_ONCE : (piece + 1) * AT_ONCE]
+        key = key_of(name, own, new, draw and TEMPERATURE)
+        file = folder / f"answers_{key}_{draw}_{piece}.pt"
+        if not file.exists():
+            torch.manual_seed(draw)
+            made = [*answered(model, own, new, TEMPERATURE if draw else 0.0)]
+            written(file, partial(torch.save, [vars(each) for each in made]))
+        found += [Text(**each) for each in torch.load(file, mmap=True)]
+    return found
+
+
+def gathered(
+    target: Path, model: PreTrainedModel, folder: Path, options: argparse.Namespace
+) -> tuple[list[Text], list[Text]]:
+    """The texts to learn from, and those held out."""
+    make = partial(texts, model, new=options.tokens, folder=folder, name=target.name)
+    every = make(prompts(target, None, options.count))
+    held_out = every[::HELD_OUT]
+    unseen = {tuple(text.prompt) for text in held_out}
+    asked = [text.prompt for text in every]
+    if options.prompts:
+        asked += prompts(target, options.prompts, options.count)
+    asked = [prompt for prompt in asked if tuple(prompt) not in unseen]
+    learnt = [text for draw in range(options.draws + 1) for text in make(asked, draw=draw)]
+    return learnt, held_out
+
+
+# --- what the head says -------------------------------------------------------------------------
+
+
+def vocabulary(learnt: Iterable[Text], count: int, size: int) -> list[int]:
+    """So many of a vocabulary's `size` tokens: those of the texts, the most frequent first, then
+    the first of the vocabulary, which its tokenizer learnt first."""
+    seen = torch.zeros(size, dtype=torch.int64)
+    for text in learnt:
+        seen += torch.bincount(text.tokens, minlength=size)
+    return seen.argsort(descending=True, stable=True)[:count].tolist()
+
+
+def unrolled(
+    head: DraftHead, embeddings: Tensor, text: Text, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each step: what the head puts out, `[bases, hidden]`, and the positions of the tokens
+    that this says, `[bases]`, at all bases whose first such token is in the answer."""
+    n = len(text.tokens) - steps - 1
+    first = max(0, text.answer - 2)
+    embedded = embeddings[text.tokens]
+    outputs = head(text.features[:n].float(), embedded, steps, first)
+    for step, output in enumerate(outputs, 1):
+        yield output, torch.arange(first, n) + step + 1
+
+
+def loss_of(
+    head: DraftHead, embeddings: Tensor, text: Text, steps: int, random: np.random.Generator
+) -> Tensor:
+    """Cross entropy to the target's distribution over some of the head's tokens: those of the
+    text, the target's best at each of its positions, and others at random."""
+    places, rows = head.places(), head.lm_head.weight
+    own = places[text.tokens]
+    said = text.last[text.answer - 1 :].float() @ rows.T
+    others = torch.from_numpy(random.integers(len(rows), size=OTHERS))
+    some = torch.cat((own[own >= 0], said.topk(LIKELY).indices.flatten(), others)).unique()
+    wanted = said[:, some].float().softmax(-1)
+    losses = [
+        F.cross_entropy((head.norm(output) @ rows[some].T).float(), wanted[at - text.answer])
+        for output, at in unrolled(head, embeddings, text, steps)
+    ]
+    weights = torch.tensor([DECAY**step for step in range(steps)])
+    return (torch.stack(losses) * weights).sum() / weights.sum()
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def right(head: DraftHead, embeddings: Tensor, text: Text, distances: int) -> np.ndarray:
+    """Whether step d at a base says the text's token, `[bases, distances]`."""
+    wanted = head.places()[text.tokens]
+    found = [
+        (head.logits(output).argmax(-1) == wanted[at]).numpy()
+        for output, at in unrolled(head, embeddings, text, distances)
+    ]
+    return np.column_stack(found)
+
+
+def grown(
+    head: DraftHead,
+    embeddings: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    nodes: int,
+    children: int,
+) -> set[tuple[int, ...]]:
+    """The most probable draft tokens below a base, as paths: from the base's keys and values of
+    all rows `[heads, base + 1, size]`, and its output `[1, hidden]`."""
+    best: list[tuple[float, tuple[int, ...]]] = []
+    paths: list[tuple[int, ...]] = [()]
+    scores = torch.zeros(1, 1)
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    while paths:
+        top = (head.logits(output).log_softmax(-1) + scores).topk(children)
+        tokens = (top.indices + head.d2t[top.indices]).tolist()
+        offered = [
+            (score, (*path, token), row)
+            for row, path in enumerate(paths)
+            for score, token in zip(top.values[row].tolist(), tokens[row], strict=True)
+        ]
+        least = sorted((score for score, *_ in [*best, *offered]), reverse=True)[:nodes][-1]
+        kept = [each for each in offered if each[0] >= least]
+        best = [each for each in best if each[0] >= least]
+        best += [(score, path) for score, path, _ in kept]
+        paths = [path for _, path, _ in kept]
+        if not paths:
+            break
+        rows = [row for *_, row in kept]
+        scores = torch.tensor([[score] for score, *_ in kept])
+        at = torch.full((len(rows),), keys.shape[1] + len(own_keys))
+        embedded = embeddings[torch.tensor([path[-1] for path in paths])]
+        output = output[rows]
+        q, k, v = head.projected(output, embedded, at)
+        own_keys = [*(each[:, rows] for each in own_keys), k]
+        own_values = [*(each[:, rows] for each in own_values), v]
+        output = head.output(output, q, [keys, *own_keys], [values, *own_values], 0.0)
+    return {path for _, path in best}
+
+
+@torch.inference_mode()
+def passes(
+    head: DraftHead, embeddings: Tensor, text: Text, nodes: int, children: int
+) -> tuple[int, int]:
+    """Passes of the target that decode the answer after its first token, with true features of
+    all tokens before each, and the tokens of them."""
+    tokens = text.tokens.tolist()
+    n = len(tokens) - 1
+    known, q, k, v = head.first(text.features[:n].float(), embeddings[text.tokens[1:]])
+    outputs = head.output(known, q, [k], [v], torch.ones(n, n).tril().log())
+    base, count = text.answer - 1, 0
+    while base + 2 < len(tokens):
+        begun = outputs[base, None]
+        tree = grown(head, embeddings, k[:, : base + 1], v[:, : base + 1], begun, nodes, children)
+        accepted = 0
+        while base + accepted + 2 < len(tokens) and (
+            tuple(tokens[base + 2 : base + accepted + 3]) in tree
+        ):
+            accepted += 1
+        base += accepted + 1
+        count += 1
+    return count, min(base, len(tokens) - 2) - (text.answer - 1)
+
+
+def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> dict[str, Any]:
+    """Accuracy by the distance from the newest true features, of all positions and of those where
+    all draft tokens before were right; and tokens that a pass of the target decodes."""
+    long = [text for text in held_out if len(text.tokens) > DISTANCES + 2 + text.answer]
+    hits = np.concatenate([right(head, embeddings, text, DISTANCES) for text in long])
+    alive = np.cumprod(hits, 1)
+    begun = np.column_stack((np.ones(len(hits)), alive[:, :-1]))
+    with torch.inference_mode():
+        random = np.random.default_rng(0)
+        losses = [loss_of(head, embeddings, text, DISTANCES, random).item() for text in long]
+    found: dict[str, Any] = {
+        "loss": float(np.mean(losses)),
+        "accuracy": hits.mean(0).tolist(),
+        "accuracy along its own drafts": (alive.sum(0) / begun.sum(0).clip(1)).tolist(),
+    }
+    for name, shape in TREES.items():
+        counts = np.array([passes(head, embeddings, text, *shape) for text in long]).sum(0)
+        found[f"tokens a pass, {name}"] = float(counts[1] / counts[0])
+    return found
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def trained(
+    head: DraftHead,
+    embeddings: Tensor,
+    learnt: Sequence[Text],
+    options: argparse.Namespace,
+    name: str,
+    on_epoch: Any,
+) -> None:
+    """Train a head in `options.folder`, one text a step."""
+    long = [text for text in learnt if len(text.tokens) > options.steps + 2 + text.answer]
+    head.lm_head.requires_grad_(False)
+    learning = [each for each in head.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(
+        learning, LEARNING_RATE, (0.9, 0.95), weight_decay=0.05, fused=True
+    )
+
+    def loss(step: int) -> Tensor:
+        epoch, number = divmod(step, len(long))
+        random = np.random.default_rng([options.seed, epoch])
+        text = long[random.permutation(len(long))[number]]
+        return loss_of(head, embeddings, text, options.steps, np.random.default_rng(step))
+
+    began_with = {name: getattr(options, name) for name in ("epochs", "steps", "seed")}
+    train(
+        name,
+        head,
+        [optimizer],
+        options.epochs * len(long),
+        options.folder,
+        loss,
+        began_with=began_with | {"texts": len(long), "tokens": sum(len(t.tokens) for t in long)},
+        checkpoint_every=len(long),
+        log_every=100,
+        on_checkpoint=lambda step: on_epoch(step // len(long)),
+    )
+
+
+def parser(what: str | None) -> argparse.ArgumentParser:
+    """The options that a head's training has."""
+    found = argparse.ArgumentParser(
+        description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--target", type=Path, required=True, help="a folder or GGUF file")
+    found.add_argument("--prompts", type=Path, help="a data set to learn from too")
+    found.add_argument("--count", type=int, default=1000, help="prompts of each data set (1000)")
+    found.add_argument("--tokens", type=int, default=128, help="of an answer (128)")
+    found.add_argument("--draws", type=int, default=0, help="answers a prompt that are drawn (0)")
+    found.add_argument("--steps", type=int, default=4, help="unrolled in training (4)")
+    found.add_argument("--epochs", type=int, default=8, help="(8)")
+    found.add_argument("--vocabulary", type=int, default=12288, help="tokens at most (12288)")
+    found.add_argument("--seed", type=int, default=1)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--out", type=Path, required=True, help="folder of the head")
+    options_of.add_argument("--folder", type=Path, help="for checkpoints (.training/NAME of --out)")
+    options = options_of.parse_args(argv)
+    options.folder = options.folder or Path(".training") / options.out.name
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = load_target(options.target)
+    learnt, held_out = gathered(options.target, model, options.folder, options)
+    embeddings = model.get_input_embeddings().weight.float()
+    said = vocabulary(learnt, options.vocabulary, len(embeddings))
+    head = DraftHead.before_training(model, said)
+    del model
+
+    def measure(epoch: int) -> None:
+        found = {"epoch": epoch, **figures(head, embeddings, held_out)}
+        console.print(found)
+        head.save(options.out, torch.bfloat16)
+        text = json.dumps(found, indent=2) + "\n"
+        (options.out / "accuracy.json").write_text(text, encoding="utf-8")
+
+    trained(head, embeddings, learnt, options, "head", measure)
+    console.print(f"The head is in {options.out}.", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
