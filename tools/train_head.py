@@ -274,9 +274,11 @@ def passes(
     return count, min(base, len(tokens) - 2) - (text.answer - 1)
 
 
-def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> dict[str, Any]:
+def figures(
+    head: DraftHead, embeddings: Tensor, held_out: Sequence[Text], *, trees: bool
+) -> dict[str, Any]:
     """Accuracy by the distance from the newest true features, of all positions and of those where
-    all draft tokens before were right; and tokens that a pass of the target decodes."""
+    all draft tokens before were right; with trees, also the tokens that a pass decodes."""
     long = [text for text in held_out if len(text.tokens) > DISTANCES + 2 + text.answer]
     hits = np.concatenate([right(head, embeddings, text, DISTANCES) for text in long])
     alive = np.cumprod(hits, 1)
@@ -289,7 +291,7 @@ def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> di
         "accuracy": hits.mean(0).tolist(),
         "accuracy along its own drafts": (alive.sum(0) / begun.sum(0).clip(1)).tolist(),
     }
-    for name, shape in TREES.items():
+    for name, shape in TREES.items() if trees else ():
         counts = np.array([passes(head, embeddings, text, *shape) for text in long]).sum(0)
         found[f"tokens a pass, {name}"] = float(counts[1] / counts[0])
     return found
@@ -367,7 +369,8 @@ def main(argv: list[str] | None = None) -> None:
     del model
 
     def measure(epoch: int) -> None:
-        found = {"epoch": epoch, **figures(head, embeddings, held_out)}
+        last = epoch == options.epochs
+        found = {"epoch": epoch, **figures(head, embeddings, held_out, trees=last)}
         console.print(found)
         head.save(options.out, torch.bfloat16)
         text = json.dumps(found, indent=2) + "\n"
