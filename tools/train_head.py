@@ -39,9 +39,7 @@ TEMPERATURE = 0.8  # of answers that are drawn
 LEARNING_RATE = 1e-3
 DECAY = 0.8  # of the weight of a later step in the loss
 LIKELY, OTHERS = 16, 2048  # tokens of the target's best, and at random, in a text's loss
-DISTANCES = 4  # of the figures
-# Shapes of the trees that are measured: nodes, and children of a node at most.
-TREES = {"chain of 4": (4, 1), "tree of 16": (16, 16)}
+DISTANCES = 4  # draft tokens in a row that are measured
 
 
 @dataclass(frozen=True)
@@ -207,94 +205,31 @@ def right(head: DraftHead, embeddings: Tensor, text: Text, distances: int) -> np
     return np.column_stack(found)
 
 
-def grown(
-    head: DraftHead,
-    embeddings: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    output: Tensor,
-    nodes: int,
-    children: int,
-) -> set[tuple[int, ...]]:
-    """The most probable draft tokens below a base, as paths: from the base's keys and values of
-    all rows `[heads, base + 1, size]`, and its output `[1, hidden]`."""
-    best: list[tuple[float, tuple[int, ...]]] = []
-    paths: list[tuple[int, ...]] = [()]
-    scores = torch.zeros(1, 1)
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    while paths:
-        top = (head.logits(output).log_softmax(-1) + scores).topk(children)
-        tokens = (top.indices + head.d2t[top.indices]).tolist()
-        offered = [
-            (score, (*path, token), row)
-            for row, path in enumerate(paths)
-            for score, token in zip(top.values[row].tolist(), tokens[row], strict=True)
-        ]
-        least = sorted((score for score, *_ in [*best, *offered]), reverse=True)[:nodes][-1]
-        kept = [each for each in offered if each[0] >= least]
-        best = [each for each in best if each[0] >= least]
-        best += [(score, path) for score, path, _ in kept]
-        paths = [path for _, path, _ in kept]
-        if not paths:
-            break
-        rows = [row for *_, row in kept]
-        scores = torch.tensor([[score] for score, *_ in kept])
-        at = torch.full((len(rows),), keys.shape[1] + len(own_keys))
-        embedded = embeddings[torch.tensor([path[-1] for path in paths])]
-        output = output[rows]
-        q, k, v = head.projected(output, embedded, at)
-        own_keys = [*(each[:, rows] for each in own_keys), k]
-        own_values = [*(each[:, rows] for each in own_values), v]
-        output = head.output(output, q, [keys, *own_keys], [values, *own_values], 0.0)
-    return {path for _, path in best}
-
-
-@torch.inference_mode()
-def passes(
-    head: DraftHead, embeddings: Tensor, text: Text, nodes: int, children: int
-) -> tuple[int, int]:
-    """Passes of the target that decode the answer after its first token, with true features of
-    all tokens before each, and the tokens of them."""
-    tokens = text.tokens.tolist()
-    n = len(tokens) - 1
-    known, q, k, v = head.first(text.features[:n].float(), embeddings[text.tokens[1:]])
-    outputs = head.output(known, q, [k], [v], torch.ones(n, n).tril().log())
-    base, count = text.answer - 1, 0
-    while base + 2 < len(tokens):
-        begun = outputs[base, None]
-        tree = grown(head, embeddings, k[:, : base + 1], v[:, : base + 1], begun, nodes, children)
-        accepted = 0
-        while base + accepted + 2 < len(tokens) and (
-            tuple(tokens[base + 2 : base + accepted + 3]) in tree
-        ):
-            accepted += 1
-        base += accepted + 1
-        count += 1
-    return count, min(base, len(tokens) - 2) - (text.answer - 1)
-
-
-def figures(
-    head: DraftHead, embeddings: Tensor, held_out: Sequence[Text], *, trees: bool
-) -> dict[str, Any]:
-    """Accuracy by the distance from the newest true features, of all positions and of those where
-    all draft tokens before were right; with trees, also the tokens that a pass decodes."""
+def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> dict[str, Any]:
+    """Accuracy by the distance from the newest true features, of all positions, and of those where
+    all draft tokens before were right; and the tokens that a pass of the target decodes with so
+    many draft tokens in a row."""
     long = [text for text in held_out if len(text.tokens) > DISTANCES + 2 + text.answer]
-    hits = np.concatenate([right(head, embeddings, text, DISTANCES) for text in long])
-    alive = np.cumprod(hits, 1)
-    begun = np.column_stack((np.ones(len(hits)), alive[:, :-1]))
+    random = np.random.default_rng(0)
     with torch.inference_mode():
-        random = np.random.default_rng(0)
         losses = [loss_of(head, embeddings, text, DISTANCES, random).item() for text in long]
-    found: dict[str, Any] = {
+    hits = [right(head, embeddings, text, DISTANCES) for text in long]
+    alive = [np.cumprod(each, 1) for each in hits]
+    survive = np.concatenate(alive).mean(0)
+    before = np.append(1.0, survive[:-1]).clip(min=1e-9)
+    tokens = passes = 0
+    for each in alive:
+        base = 1  # the first token of an answer is the prompt's pass
+        while base < len(each):
+            passes += 1
+            base += 1 + int(each[base].sum())
+        tokens += base - 1
+    return {
         "loss": float(np.mean(losses)),
-        "accuracy": hits.mean(0).tolist(),
-        "accuracy along its own drafts": (alive.sum(0) / begun.sum(0).clip(1)).tolist(),
+        "accuracy": np.concatenate(hits).mean(0).tolist(),
+        "accuracy along its own drafts": (survive / before).tolist(),
+        "tokens a pass": tokens / passes,
     }
-    for name, shape in TREES.items() if trees else ():
-        counts = np.array([passes(head, embeddings, text, *shape) for text in long]).sum(0)
-        found[f"tokens a pass, {name}"] = float(counts[1] / counts[0])
-    return found
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -369,14 +304,18 @@ def main(argv: list[str] | None = None) -> None:
     del model
 
     def measure(epoch: int) -> None:
-        last = epoch == options.epochs
-        found = {"epoch": epoch, **figures(head, embeddings, held_out, trees=last)}
+        found = {"epoch": epoch, **figures(head, embeddings, held_out)}
         console.print(found)
         head.save(options.out, torch.bfloat16)
         text = json.dumps(found, indent=2) + "\n"
         (options.out / "accuracy.json").write_text(text, encoding="utf-8")
 
-    trained(head, embeddings, learnt, options, "head", measure)
+    def after(epoch: int) -> None:
+        if epoch < options.epochs:
+            measure(epoch)
+
+    trained(head, embeddings, learnt, options, "head", after)
+    measure(options.epochs)
     console.print(f"The head is in {options.out}.", soft_wrap=True)
 
 
