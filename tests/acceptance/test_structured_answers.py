@@ -21,10 +21,9 @@ from pipespec.engine.llguidance_backend import grammar_from_json_schema
 from pipespec.system.folders import resource_dir
 from tests.helpers.proposers import POLICIES
 from tools.rig import cluster
+from tools.rig.schemas import SCHEMAS
 
-DATA = Path(__file__).parent.parent / "data"
-PROMPTS = DATA / "prompts.jsonl"
-SCHEMAS = json.loads((DATA / "json_schemas.json").read_text())
+PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 FOLDER = resource_dir("demo")
 TOKENIZER = tokenizer.load(FOLDER / "target")
 EOS = 0

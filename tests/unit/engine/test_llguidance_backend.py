@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from contextlib import closing
-from pathlib import Path
 from random import Random
 from time import process_time
 
@@ -26,8 +25,8 @@ from pipespec.engine.llguidance_backend import (
 )
 from pipespec.sampling.grammar import GrammarFailed, Matcher, only_token, unpack_mask
 from pipespec.system.folders import resource_dir
+from tools.rig.schemas import SCHEMAS
 
-SCHEMAS = json.loads((Path(__file__).parents[2] / "data" / "json_schemas.json").read_text())
 EOS = 0
 TOKENIZER = tokenizer.load(resource_dir("demo") / "target")
 VOCABULARY = len(TOKENIZER.get_vocab())
