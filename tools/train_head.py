@@ -5,9 +5,8 @@
 The head is one layer, as EAGLE-3's (`tools/draft_head.py`), and learns the target's distribution
 with training-time test: unrolled over `--steps` positions, of which later ones count less. It
 learns from greedy answers to the shipped prompts, of which every eighth is held out, and to those
-of `--prompts`; with `--draws`, also from so many answers to each that are drawn. After each epoch
-the head is written to `--out` and measured on the answers that are held out. A run that was killed
-continues in `--folder`.
+of `--prompts`. After each epoch the head is written to `--out` and measured on the answers that are
+held out. A run that was killed continues in `--folder`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ PROMPT_TOKENS = 256  # of a prompt at most
 SHORTEST = 16  # tokens of an answer
 AT_ONCE = 40  # texts that the target decodes together
 HELD_OUT = 8  # every so many a text is not learnt from
-TEMPERATURE = 0.8  # of answers that are drawn
 LEARNING_RATE = 1e-3
 DECAY = 0.8  # of the weight of a later step in the loss
 LIKELY, OTHERS = 16, 2048  # tokens of the target's best, and at random, in a text's loss
@@ -79,54 +78,39 @@ def prompts(target: Path, path: Path | None, count: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def answered(
-    model: PreTrainedModel, asked: Sequence[list[int]], new: int, temperature: float
-) -> Iterator[Text]:
-    """The prompts with the target's answers, greedy at temperature 0, and its hidden states along
-    them."""
+def answered(model: PreTrainedModel, asked: Sequence[list[int]], new: int) -> Iterator[Text]:
+    """The prompts with the target's greedy answers of up to `new` tokens, except for short ones,
+    and its hidden states along them."""
     longest = max(map(len, asked))
-    ids = torch.zeros(len(asked), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(asked):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    how = {"temperature": temperature, "top_k": 0} if temperature else {}
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, do_sample=bool(temperature), **how
-    )
+    before = [(longest - len(prompt), 0) for prompt in asked]
+    pairs = [*zip(asked, before, strict=True)]
+    ids = torch.stack([F.pad(torch.tensor(prompt), pad) for prompt, pad in pairs])
+    mask = torch.stack([F.pad(torch.ones(len(p), dtype=torch.int64), pad) for p, pad in pairs])
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
     ends = model.generation_config.eos_token_id
     eos = {ends} if isinstance(ends, int) else {*(ends or ())}
     layers = feature_layers(model.config.num_hidden_layers)
     for prompt, row in zip(asked, out, strict=True):
-        answer = row[longest:].tolist()
-        stop = next((i for i, token in enumerate(answer) if token in eos), len(answer))
-        tokens = torch.tensor([*prompt, *answer[:stop]])
-        if stop < SHORTEST:
+        answer = [*takewhile(lambda token: token not in eos, row[longest:].tolist())]
+        if len(answer) < SHORTEST:
             continue
+        tokens = torch.tensor([*prompt, *answer])
         found = model.model(tokens[None], output_hidden_states=True)
         joined = torch.cat([found.hidden_states[layer][0] for layer in layers], -1)
         yield Text(tokens, len(prompt), joined, found.last_hidden_state[0])
 
 
 def texts(
-    model: PreTrainedModel,
-    asked: Sequence[list[int]],
-    new: int,
-    folder: Path,
-    name: str,
-    draw: int = 0,
+    model: PreTrainedModel, asked: Sequence[list[int]], new: int, folder: Path, name: str
 ) -> list[Text]:
-    """The target's answers of up to `new` tokens, except for short ones: greedy ones, or the
-    `draw`-th that are drawn. They are kept in `folder` for the target of this name."""
+    """`answered`, kept in `folder` for the target of this name."""
     found: list[Text] = []
-    for piece in progress_steps(f"answers {draw}", 0, -(-len(asked) // AT_ONCE)):
+    for piece in progress_steps("answers", 0, -(-len(asked) // AT_ONCE)):
         own = asked[piece * AT_ONCE : (piece + 1) * AT_ONCE]
-        key = key_of(name, own, new, draw and TEMPERATURE)
-        file = folder / f"answers_{key}_{draw}_{piece}.pt"
+        file = folder / f"answers_{key_of(name, own, new)}.pt"
         if not file.exists():
-            torch.manual_seed(draw)
-            made = [*answered(model, own, new, TEMPERATURE if draw else 0.0)]
-            written(file, partial(torch.save, [vars(each) for each in made]))
+            made = [vars(text) for text in answered(model, own, new)]
+            written(file, partial(torch.save, made))
         found += [Text(**each) for each in torch.load(file, mmap=True)]
     return found
 
@@ -139,12 +123,9 @@ def gathered(
     every = make(prompts(target, None, options.count))
     held_out = every[::HELD_OUT]
     unseen = {tuple(text.prompt) for text in held_out}
-    asked = [text.prompt for text in every]
     if options.prompts:
-        asked += prompts(target, options.prompts, options.count)
-    asked = [prompt for prompt in asked if tuple(prompt) not in unseen]
-    learnt = [text for draw in range(options.draws + 1) for text in make(asked, draw=draw)]
-    return learnt, held_out
+        every += make(prompts(target, options.prompts, options.count))
+    return [text for text in every if tuple(text.prompt) not in unseen], held_out
 
 
 # --- what the head says -------------------------------------------------------------------------
@@ -281,7 +262,6 @@ def parser(what: str | None) -> argparse.ArgumentParser:
     found.add_argument("--prompts", type=Path, help="a data set to learn from too")
     found.add_argument("--count", type=int, default=1000, help="prompts of each data set (1000)")
     found.add_argument("--tokens", type=int, default=128, help="of an answer (128)")
-    found.add_argument("--draws", type=int, default=0, help="answers a prompt that are drawn (0)")
     found.add_argument("--steps", type=int, default=4, help="unrolled in training (4)")
     found.add_argument("--epochs", type=int, default=8, help="(8)")
     found.add_argument("--vocabulary", type=int, default=12288, help="tokens at most (12288)")
