@@ -8,8 +8,8 @@ head drafted itself, its own output before the last norm.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def head_config(target: PreTrainedConfig, draft_vocabulary: int) -> LlamaConfig:
         )
     values: dict[str, Any] = {name: getattr(target, name) for name in SHARED}
     values |= {
+        "architectures": [ARCHITECTURE],
         "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
         "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
         "rope_parameters": {
@@ -155,11 +156,6 @@ class DraftHead(nn.Module):
         state = known + attended
         return state + self.midlayer.mlp(self.midlayer.post_attention_layernorm(state))
 
-    def first(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
-        """Of rows with true features `[n, 3 * hidden]`: these fused, queries, keys and values."""
-        known = self.fc(features)
-        return known, *self.projected(known, embedded, torch.arange(len(known)))
-
     def forward(
         self, features: Tensor, embedded: Tensor, steps: int, first: int = 0
     ) -> Iterator[Tensor]:
@@ -167,7 +163,8 @@ class DraftHead(nn.Module):
         `[n, 3 * hidden]` and embeddings `[n + steps, hidden]`. Step j at base i reads token i + j,
         attends to the rows of step 1 up to base i, and to its own later ones."""
         n = len(features)
-        known, q, k, v = self.first(features, embedded[1 : n + 1])
+        known = self.fc(features)
+        q, k, v = self.projected(known, embedded[1 : n + 1], torch.arange(n))
         keys, values, known, q = [k], [v], known[first:], q[:, first:]
         mask = torch.ones(n, n).tril().log()[first:]
         for step in range(1, steps + 1):
@@ -185,21 +182,13 @@ class DraftHead(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
-            for name, value in self.state_dict().items()
-        }
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        config = self.config.to_dict() | {
-            "architectures": [ARCHITECTURE],
-            "dtype": str(dtype).removeprefix("torch."),
-            "torch_dtype": str(dtype).removeprefix("torch."),
-            # As Transformers before 5 say it.
-            "rope_theta": self.config.rope_parameters["rope_theta"],
-            "rope_scaling": None,
-        }
-        text = json.dumps(config, indent=2) + "\n"
-        (folder / "config.json").write_text(text, encoding="utf-8")
+        weights = {name: value.to(dtype) for name, value in self.named_parameters()}
+        save_file(self.state_dict() | weights, folder / "model.safetensors")
+        config = deepcopy(self.config)
+        config.dtype = config.torch_dtype = str(dtype).removeprefix("torch.")
+        # As Transformers before 5 say it.
+        config.rope_theta = config.rope_parameters["rope_theta"]
+        config.to_json_file(folder / "config.json", use_diff=False)
 
     @classmethod
     def load(cls, folder: Path) -> DraftHead:
