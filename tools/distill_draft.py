@@ -29,17 +29,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tools.distilling import OwnText, kept_layers, read_text, student_of, to_learn_from
-from tools.training import (
-    Budget,
-    Mix,
-    console,
-    key_of,
+from tools.distilling import (
+    OwnText,
+    distillation_loss,
+    kept_layers,
     model_folder,
-    optimizers_for,
-    train,
-    written,
+    read_text,
+    student_of,
 )
+from tools.training import Budget, Mix, console, key_of, optimizers_for, train, written
 
 TOP_KS = (1, 4, 16)
 # Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
@@ -178,11 +176,10 @@ def main(argv: list[str] | None = None) -> None:
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
     curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
-    loss = to_learn_from(target, draft)
 
     def loss_of(step: int) -> Tensor:
         ids = budget.batch("draft", mix, step).to(args.device)
-        return loss(ids, step / budget.steps)
+        return distillation_loss(target, draft, ids, step / budget.steps)
 
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)

@@ -1,6 +1,6 @@
 """Whether a draft head may feed a full pipeline: how accurate it is by the age of its features.
 
-    python -m tools.late_features --target SmolLM2.gguf --json benchmarks/results/late_features.json
+    python -m tools.late_features --target SmolLM2.gguf
 
 A head is trained as by `tools/train_head.py`, over more steps, on the target's greedy answers. A
 *distance* d counts positions from the newest true features. Measured on held-out prompts, given the
@@ -13,8 +13,6 @@ Texts, features and heads are kept in `--folder`; a run that was killed continue
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,31 +22,22 @@ import numpy as np
 from torch import Tensor
 
 from tools.draft_head import DraftHead
-from tools.train_head import Text, gathered, load_target, parser, right, trained, vocabulary
+from tools.train_head import (
+    Text,
+    counts,
+    gathered,
+    load_target,
+    parser,
+    right,
+    trained,
+    vocabulary,
+)
 from tools.training import console
 
 DISTANCES = 32
 SURPRISE = 8  # positions after a miss
 TEST_AT, CEILING = 8, 0.55  # the distance of the thresholds, and the least accuracy there
 RESAMPLES = 1000
-
-
-def counts(found: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Hits and cases of one text, `[2, distances]`, of whether step d at each base was right: of
-    all positions, survivors, and after a surprise."""
-    survives = np.cumprod(found, 1)
-    before = np.column_stack((np.ones(len(found)), survives[:, :-1])) > 0
-    # Step 1 at base i missed token i + 2, so base i + 1 has the newest features after it.
-    missed = np.append(False, found[:-1, 0] == 0)
-    chosen = {
-        "all": np.ones_like(before),
-        "survivors": before,
-        "after a surprise": np.repeat(missed[:, None], found.shape[1], 1),
-    }
-    return {
-        name: np.stack([(which & (found == 1)).sum(0), which.sum(0)])
-        for name, which in chosen.items()
-    }
 
 
 def measured(
@@ -99,7 +88,6 @@ def decision(found: Mapping[str, Mapping[str, float]]) -> str:
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--folder", type=Path, default=Path("build/late_features"))
-    options_of.add_argument("--json", type=Path, help="also write what was found to this file")
     options_of.set_defaults(steps=8, epochs=4)
     options = options_of.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -127,21 +115,9 @@ def main() -> None:
         for kind in found["head"]
         for d in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     ]
-    said = decision(figures)
     for row in rows:
         console.print(row)
-    console.print(figures, said)
-    if options.json:
-        stored = {
-            "date": datetime.date.today().isoformat(),
-            "tokens": sum(len(text.tokens) - text.answer for text in learnt),
-            "texts": [len(learnt), len(held_out)],
-            "known": len(said),
-            "figures": figures,
-            "decision": said,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(stored, indent=2) + "\n")
+    console.print(figures, decision(figures))
 
 
 if __name__ == "__main__":

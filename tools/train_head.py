@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -52,8 +52,8 @@ class Text:
     last: Tensor
 
     @property
-    def prompt(self) -> list[int]:
-        return self.tokens[: self.answer].tolist()
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.tokens[: self.answer].tolist())
 
 
 def load_target(path: Path) -> PreTrainedModel:
@@ -122,10 +122,10 @@ def gathered(
     make = partial(texts, model, new=options.tokens, folder=folder, name=target.name)
     every = make(prompts(target, None, options.count))
     held_out = every[::HELD_OUT]
-    unseen = {tuple(text.prompt) for text in held_out}
+    unseen = {text.prompt for text in held_out}
     if options.prompts:
         every += make(prompts(target, options.prompts, options.count))
-    return [text for text in every if tuple(text.prompt) not in unseen], held_out
+    return [text for text in every if text.prompt not in unseen], held_out
 
 
 # --- what the head says -------------------------------------------------------------------------
@@ -134,9 +134,7 @@ def gathered(
 def vocabulary(learnt: Iterable[Text], count: int, size: int) -> list[int]:
     """So many of a vocabulary's `size` tokens: those of the texts, the most frequent first, then
     the first of the vocabulary, which its tokenizer learnt first."""
-    seen = torch.zeros(size, dtype=torch.int64)
-    for text in learnt:
-        seen += torch.bincount(text.tokens, minlength=size)
+    seen = torch.cat([text.tokens for text in learnt]).bincount(minlength=size)
     return seen.argsort(descending=True, stable=True)[:count].tolist()
 
 
@@ -186,29 +184,45 @@ def right(head: DraftHead, embeddings: Tensor, text: Text, distances: int) -> np
     return np.column_stack(found)
 
 
+def counts(found: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Hits and cases of one text, `[2, distances]`, of whether step d at each base was right: of
+    all positions, survivors, and after a surprise."""
+    survives = np.cumprod(found, 1)
+    before = np.column_stack((np.ones(len(found)), survives[:, :-1])) > 0
+    # Step 1 at base i missed token i + 2, so base i + 1 has the newest features after it.
+    missed = np.append(False, found[:-1, 0] == 0)
+    chosen = {
+        "all": np.ones_like(before),
+        "survivors": before,
+        "after a surprise": np.repeat(missed[:, None], found.shape[1], 1),
+    }
+    return {
+        name: np.stack([(which & (found == 1)).sum(0), which.sum(0)])
+        for name, which in chosen.items()
+    }
+
+
 def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> dict[str, Any]:
-    """Accuracy by the distance from the newest true features, of all positions, and of those where
-    all draft tokens before were right; and the tokens that a pass of the target decodes with so
-    many draft tokens in a row."""
+    """Accuracy by the distance from the newest true features, of all positions and along right
+    drafts; and the tokens that a pass of the target decodes with so many draft tokens in a row."""
     long = [text for text in held_out if len(text.tokens) > DISTANCES + 2 + text.answer]
     random = np.random.default_rng(0)
     with torch.inference_mode():
         losses = [loss_of(head, embeddings, text, DISTANCES, random).item() for text in long]
-    hits = [right(head, embeddings, text, DISTANCES) for text in long]
-    alive = [np.cumprod(each, 1) for each in hits]
-    survive = np.concatenate(alive).mean(0)
-    before = np.append(1.0, survive[:-1]).clip(min=1e-9)
+    found = [right(head, embeddings, text, DISTANCES) for text in long]
     tokens = passes = 0
-    for each in alive:
+    for accepted in (np.cumprod(each, 1).sum(1) for each in found):
         base = 1  # the first token of an answer is the prompt's pass
-        while base < len(each):
+        while base < len(accepted):
             passes += 1
-            base += 1 + int(each[base].sum())
+            base += 1 + int(accepted[base])
         tokens += base - 1
+    hits, cases = np.sum([[*counts(each).values()] for each in found], 0).swapaxes(0, 1)
+    shares = (hits / cases.clip(1)).tolist()
     return {
         "loss": float(np.mean(losses)),
-        "accuracy": np.concatenate(hits).mean(0).tolist(),
-        "accuracy along its own drafts": (survive / before).tolist(),
+        "accuracy": shares[0],
+        "accuracy along right drafts": shares[1],
         "tokens a pass": tokens / passes,
     }
 
@@ -238,7 +252,7 @@ def trained(
         text = long[random.permutation(len(long))[number]]
         return loss_of(head, embeddings, text, options.steps, np.random.default_rng(step))
 
-    began_with = {name: getattr(options, name) for name in ("epochs", "steps", "seed")}
+    began_with = {each: getattr(options, each) for each in ("epochs", "steps", "seed")}
     train(
         name,
         head,

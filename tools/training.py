@@ -19,29 +19,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from pipespec.engine.checkpoint.model_path import resolve
-from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
-from pipespec.engine.checkpoint.parts.folder import read_repository
-from pipespec.engine.formats.slice_tensors import parts_of
-from pipespec.engine.inspection.inspection import inspect
-from pipespec.errors import ModelError
-
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.3
 MUON_LR, ADAM_LR = 0.02, 4e-3
 console = Console()
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model with all weights, named by its folder or hub id. Raises SystemExit."""
-    try:
-        path = resolve(model)
-        if read_repository(path) is not None:
-            info = inspect(path)
-            fetch_parts(path, parts_of(range(info.num_layers), info.num_layers, tied=info.tied))
-        return path
-    except ModelError as error:
-        raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 @dataclass(frozen=True)

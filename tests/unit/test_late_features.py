@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.late_features import counts, decision
+from tools.late_features import decision
+from tools.train_head import counts
 
 
 def test_counts_are_of_all_of_survivors_and_after_a_miss() -> None:
