@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
+    LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+JOINED = ("q_proj", "k_proj", "v_proj")  # these read the embedding and what is known
 # What a head's configuration has of its target's.
 SHARED = (
     "hidden_size",
@@ -79,22 +80,16 @@ class DraftHead(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        hidden, size = config.hidden_size, config.head_dim
-        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        hidden = config.hidden_size
         self.config = config
         self.rotary = LlamaRotaryEmbedding(config)
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        attention = {
-            "q_proj": nn.Linear(2 * hidden, queries, bias=False),
-            "k_proj": nn.Linear(2 * hidden, keys, bias=False),
-            "v_proj": nn.Linear(2 * hidden, keys, bias=False),
-            "o_proj": nn.Linear(queries, hidden, bias=False),
-        }
-        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        self.midlayer = nn.ModuleDict(
-            {name: LlamaRMSNorm(hidden, config.rms_norm_eps) for name in norms}
-            | {"self_attn": nn.ModuleDict(attention), "mlp": LlamaMLP(config)}
-        )
+        self.midlayer = LlamaDecoderLayer(config, 0)
+        self.midlayer.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        attention = self.midlayer.self_attn
+        for name in JOINED:
+            wide = nn.Linear(2 * hidden, getattr(attention, name).out_features, bias=False)
+            setattr(attention, name, wide)
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
@@ -109,7 +104,7 @@ class DraftHead(nn.Module):
         last = target.model.layers[-1].state_dict()
         own = head.midlayer.state_dict()
         own |= {name: last[name] for name in own if name in last}
-        for name in ("q_proj", "k_proj", "v_proj"):
+        for name in JOINED:
             own[f"self_attn.{name}.weight"] = last[f"self_attn.{name}.weight"].repeat(1, 2)
         own["hidden_norm.weight"] = own["input_layernorm.weight"]
         head.midlayer.load_state_dict(own)
@@ -129,11 +124,11 @@ class DraftHead(nn.Module):
     def projected(self, known: Tensor, embedded: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values `[heads, n, size]` of rows at positions `[n]`, from what is
         known `[n, hidden]` and embeddings `[n, hidden]`."""
-        layer = self.midlayer
+        layer, size = self.midlayer, self.config.head_dim
         joined = torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(known)), -1)
         q, k, v = (
-            layer.self_attn[name](joined).unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
-            for name in ("q_proj", "k_proj", "v_proj")
+            getattr(layer.self_attn, name)(joined).view(len(at), -1, size).transpose(0, 1)
+            for name in JOINED
         )
         q, k = apply_rotary_pos_emb(q[None], k[None], *self.rotary(joined, at[None]))
         groups = len(q[0]) // len(k[0])
@@ -152,7 +147,7 @@ class DraftHead(nn.Module):
         mixed = weights[..., :shared] @ values[0]
         for number, own in enumerate(values[1:], shared):
             mixed = mixed + weights[..., number, None] * own
-        attended = self.midlayer.self_attn["o_proj"](mixed.transpose(0, 1).flatten(1))
+        attended = self.midlayer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
         state = known + attended
         return state + self.midlayer.mlp(self.midlayer.post_attention_layernorm(state))
 
