@@ -200,8 +200,6 @@ def main(argv: list[str] | None = None) -> None:
         log_every=args.log_every,
         on_checkpoint=measure,
     )
-    if budget.steps * budget.batch_tokens not in curve.rows:
-        measure(budget.steps)  # a run that was killed then had made its last checkpoint
     stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
     draft.to(stored).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -92,7 +92,7 @@ def main() -> None:
     options = options_of.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     model = load_target(options.target)
-    learnt, held_out = gathered(options.target, model, options.folder, options)
+    learnt, held_out = gathered(model, options)
     embeddings = model.get_input_embeddings().weight.float()
     said = vocabulary(learnt, options.vocabulary, len(embeddings))
     found: dict[str, dict[str, np.ndarray]] = {}

@@ -63,20 +63,6 @@ def load_target(path: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def prompts(target: Path, path: Path | None, count: int) -> list[list[int]]:
-    """Token ids of the prompts of a data set, in the target's chat template."""
-    encoder = tokenizer.load(target)
-    found = []
-    for sample in dataset.load(dataset.chosen(path), count):
-        text = sample.prompt
-        if isinstance(encoder.chat_template, str):
-            message = [{"role": "user", "content": text}]
-            how = {"chat_template": encoder.chat_template, "add_generation_prompt": True}
-            text = encoder.apply_chat_template(message, **how)
-        found.append(encoder.encode(text)[-PROMPT_TOKENS:])
-    return found
-
-
 @torch.inference_mode()
 def answered(model: PreTrainedModel, asked: Sequence[list[int]], new: int) -> Iterator[Text]:
     """The prompts with the target's greedy answers of up to `new` tokens, except for short ones,
@@ -100,31 +86,37 @@ def answered(model: PreTrainedModel, asked: Sequence[list[int]], new: int) -> It
         yield Text(tokens, len(prompt), joined, found.last_hidden_state[0])
 
 
-def texts(
-    model: PreTrainedModel, asked: Sequence[list[int]], new: int, folder: Path, name: str
-) -> list[Text]:
-    """`answered`, kept in `folder` for the target of this name."""
+def texts(model: PreTrainedModel, path: Path | None, options: argparse.Namespace) -> list[Text]:
+    """`answered` of the prompts of a data set, in the target's chat template; kept in the folder
+    of the options."""
+    encoder = tokenizer.load(options.target)
+    asked = []
+    for sample in dataset.load(dataset.chosen(path), options.count):
+        text = sample.prompt
+        if isinstance(encoder.chat_template, str):
+            message = [{"role": "user", "content": text}]
+            how = {"chat_template": encoder.chat_template, "add_generation_prompt": True}
+            text = encoder.apply_chat_template(message, **how)
+        asked.append(encoder.encode(text)[-PROMPT_TOKENS:])
     found: list[Text] = []
     for piece in progress_steps("answers", 0, -(-len(asked) // AT_ONCE)):
         own = asked[piece * AT_ONCE : (piece + 1) * AT_ONCE]
-        file = folder / f"answers_{key_of(name, own, new)}.pt"
+        key = key_of(options.target.name, own, options.tokens)
+        file = options.folder / f"answers_{key}.pt"
         if not file.exists():
-            made = [vars(text) for text in answered(model, own, new)]
+            made = [vars(text) for text in answered(model, own, options.tokens)]
             written(file, partial(torch.save, made))
         found += [Text(**each) for each in torch.load(file, mmap=True)]
     return found
 
 
-def gathered(
-    target: Path, model: PreTrainedModel, folder: Path, options: argparse.Namespace
-) -> tuple[list[Text], list[Text]]:
+def gathered(model: PreTrainedModel, options: argparse.Namespace) -> tuple[list[Text], list[Text]]:
     """The texts to learn from, and those held out."""
-    make = partial(texts, model, new=options.tokens, folder=folder, name=target.name)
-    every = make(prompts(target, None, options.count))
+    every = texts(model, None, options)
     held_out = every[::HELD_OUT]
     unseen = {text.prompt for text in held_out}
     if options.prompts:
-        every += make(prompts(target, options.prompts, options.count))
+        every += texts(model, options.prompts, options)
     return [text for text in every if text.prompt not in unseen], held_out
 
 
@@ -291,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     options.folder = options.folder or Path(".training") / options.out.name
     options.folder.mkdir(parents=True, exist_ok=True)
     model = load_target(options.target)
-    learnt, held_out = gathered(options.target, model, options.folder, options)
+    learnt, held_out = gathered(model, options)
     embeddings = model.get_input_embeddings().weight.float()
     said = vocabulary(learnt, options.vocabulary, len(embeddings))
     head = DraftHead.before_training(model, said)
@@ -304,12 +296,7 @@ def main(argv: list[str] | None = None) -> None:
         text = json.dumps(found, indent=2) + "\n"
         (options.out / "accuracy.json").write_text(text, encoding="utf-8")
 
-    def after(epoch: int) -> None:
-        if epoch < options.epochs:
-            measure(epoch)
-
-    trained(head, embeddings, learnt, options, "head", after)
-    measure(options.epochs)
+    trained(head, embeddings, learnt, options, "head", measure)
     console.print(f"The head is in {options.out}.", soft_wrap=True)
 
 

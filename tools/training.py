@@ -145,7 +145,7 @@ def train(
 
     `loss_of(step)` is the loss of a step, a function of its number alone. A checkpoint that
     `began_with` anything else ends the program. `on_checkpoint` is called with the steps made when
-    one is written.
+    one is written, and again if that was the last.
     """
     path = folder / f"{name}.pt"
     groups = [group for opt in optimizers for group in opt.param_groups]
@@ -171,6 +171,9 @@ def train(
         }
         written(path, lambda partial: torch.save(state, partial))
 
+    if first == steps:
+        model.eval()
+        on_checkpoint(steps)
     model.train()
     recent: list[float] = []
     clock = time.monotonic()
