@@ -49,9 +49,14 @@ def measured(
     return {name: np.stack([of[name] for of in each]) for name in each[0]}
 
 
-def share(of: np.ndarray, distances: slice) -> float:
-    hits, cases = of.sum(0)[:, distances].sum(1)
-    return float(hits / max(cases, 1))
+def at(positions: str, first: int, last: int = 0) -> Any:
+    """A figure of counts: accuracy at these positions, at one distance or from one to another."""
+
+    def share(of: Mapping[str, np.ndarray]) -> float:
+        hits, cases = of[positions].sum(0)[:, first - 1 : last or first].sum(1)
+        return float(hits / max(cases, 1))
+
+    return share
 
 
 def interval(of: Mapping[str, np.ndarray], figure: Any) -> dict[str, float]:
@@ -64,14 +69,6 @@ def interval(of: Mapping[str, np.ndarray], figure: Any) -> dict[str, float]:
         drawn.append(figure({name: value[chosen] for name, value in of.items()}))
     low, high = np.percentile(drawn, (2.5, 97.5))
     return {"value": figure(of), "low": float(low), "high": float(high)}
-
-
-def at(name: str, distance: int) -> Any:
-    return lambda of: share(of[name], slice(distance - 1, distance))
-
-
-def after_surprise(of: Mapping[str, np.ndarray]) -> float:
-    return share(of["after a surprise"], slice(0, SURPRISE))
 
 
 def decision(found: Mapping[str, Mapping[str, float]]) -> str:
@@ -106,13 +103,12 @@ def main() -> None:
     figures = {
         "A(1)": interval(both, at("all", 1)),
         f"survivors({TEST_AT})": interval(both, at("survivors", TEST_AT)),
-        "after a surprise": interval(both, after_surprise),
+        "after a surprise": interval(both, at("after a surprise", 1, SURPRISE)),
         "added by features": interval(both, lambda of: at("all", 1)(of) - at("control all", 1)(of)),
     }
     rows = [
-        {"head": name, "positions": kind, "distance": d, **interval(both, at(prefix + kind, d))}
-        for name, prefix in (("head", ""), ("control", "control "))
-        for kind in found["head"]
+        {"positions": kind, "distance": d, **interval(both, at(kind, d))}
+        for kind in both
         for d in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     ]
     for row in rows:
