@@ -22,21 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tools.distilling import (
-    OwnText,
-    distillation_loss,
-    kept_layers,
-    model_folder,
-    read_text,
-    student_of,
-)
+from tools.distilling import OwnText, kept_layers, kl_loss, model_folder, read_text, student_of
 from tools.training import Budget, Mix, console, key_of, optimizers_for, train, written
 
 TOP_KS = (1, 4, 16)
@@ -168,9 +156,8 @@ def main(argv: list[str] | None = None) -> None:
     mix = Mix.of(streams, [1.0] * len(streams))
     own = OwnText(args.own_rows, BEGINNING, args.length, ROWS_AT_ONCE, args.seed)
     learnt = own.pieces(target, mix, args.folder, str(folder))
-    (args.folder / "measured").mkdir(exist_ok=True)
     unseen = replace(own, rows=MEASURED_ROWS, seed=args.seed + 1)
-    texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured", str(folder)))
+    texts = np.concatenate(unseen.pieces(target, mix, args.folder, str(folder)))
     mix = mix.plus(np.concatenate([piece.flatten() for piece in learnt]), args.own_share)
 
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
@@ -179,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def loss_of(step: int) -> Tensor:
         ids = budget.batch("draft", mix, step).to(args.device)
-        return distillation_loss(target, draft, ids, step / budget.steps)
+        return kl_loss(target, draft, ids, step / budget.steps)
 
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)

@@ -91,7 +91,7 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
     return student
 
 
-def distillation_loss(
+def kl_loss(
     target: PreTrainedModel, student: PreTrainedModel, ids: Tensor, progress: float
 ) -> Tensor:
     """The loss of a student on windows `[rows, length]` at a progress in [0, 1).

@@ -31,6 +31,8 @@ SHARED = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "max_position_embeddings",
     "vocab_size",
     "rms_norm_eps",
@@ -47,21 +49,16 @@ def feature_layers(count: int) -> list[int]:
 
 def head_config(target: PreTrainedConfig, draft_vocabulary: int) -> LlamaConfig:
     """The configuration of a head that says so many of the target's tokens."""
-    heads = target.num_attention_heads
+    theta = target.rope_parameters["rope_theta"]
     layers = feature_layers(target.num_hidden_layers)
     if layers[0] > layers[1] or layers[1] > layers[2]:
         raise SystemExit(
             f"The target has {target.num_hidden_layers} layers, too few for the features of three."
         )
-    values: dict[str, Any] = {name: getattr(target, name) for name in SHARED}
+    values: dict[str, Any] = {name: getattr(target, name, None) for name in SHARED}
     values |= {
         "architectures": [ARCHITECTURE],
-        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": target.rope_parameters["rope_theta"],
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
         "draft_vocab_size": draft_vocabulary,
@@ -96,11 +93,11 @@ class DraftHead(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     @classmethod
-    def before_training(cls, target: PreTrainedModel, said: Sequence[int]) -> DraftHead:
-        """A head that says these of the target's tokens. It begins as the target's last layer over
-        the last of the features, which reads the embedding as it reads these, and its output."""
+    def before_training(cls, target: PreTrainedModel, said: Tensor) -> DraftHead:
+        """A head that says these of the target's tokens `[n]`. It begins as the target's last layer
+        over the last of the features, which reads the embedding as it reads these."""
         head = cls(head_config(target.config, len(said)))
-        known = torch.tensor(sorted(said))
+        known = said.sort().values
         last = target.model.layers[-1].state_dict()
         own = head.midlayer.state_dict()
         own |= {name: last[name] for name in own if name in last}
@@ -147,8 +144,7 @@ class DraftHead(nn.Module):
         mixed = weights[..., :shared] @ values[0]
         for number, own in enumerate(values[1:], shared):
             mixed = mixed + weights[..., number, None] * own
-        attended = self.midlayer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
-        state = known + attended
+        state = known + self.midlayer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
         return state + self.midlayer.mlp(self.midlayer.post_attention_layernorm(state))
 
     def forward(

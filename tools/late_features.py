@@ -14,6 +14,7 @@ Texts, features and heads are kept in `--folder`; a run that was killed continue
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from tools.draft_head import DraftHead
-from tools.train_head import (
-    Text,
-    counts,
-    gathered,
-    load_target,
-    parser,
-    right,
-    trained,
-    vocabulary,
-)
+from tools.train_head import Text, counts, parser, prepared, right, trained
 from tools.training import console
 
 DISTANCES = 32
@@ -87,18 +79,16 @@ def main() -> None:
     options_of.add_argument("--folder", type=Path, default=Path("build/late_features"))
     options_of.set_defaults(steps=8, epochs=4)
     options = options_of.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    model = load_target(options.target)
-    learnt, held_out = gathered(model, options)
-    embeddings = model.get_input_embeddings().weight.float()
-    said = vocabulary(learnt, options.vocabulary, len(embeddings))
+    begun, embeddings, learnt, held_out = prepared(options)
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, features in (("head", 1), ("control", 0)):
-        seen = [replace(text, features=text.features * features) for text in learnt]
-        measured_on = [replace(text, features=text.features * features) for text in held_out]
-        head = DraftHead.before_training(model, said)
+        seen, unseen = (
+            [replace(text, features=text.features * features) for text in each]
+            for each in (learnt, held_out)
+        )
+        head = deepcopy(begun)
         trained(head, embeddings, seen, options, name, lambda epoch: None)
-        found[name] = measured(head.eval(), embeddings, measured_on)
+        found[name] = measured(head.eval(), embeddings, unseen)
     both = found["head"] | {f"control {name}": of for name, of in found["control"].items()}
     figures = {
         "A(1)": interval(both, at("all", 1)),

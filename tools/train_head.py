@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -110,24 +110,7 @@ def texts(model: PreTrainedModel, path: Path | None, options: argparse.Namespace
     return found
 
 
-def gathered(model: PreTrainedModel, options: argparse.Namespace) -> tuple[list[Text], list[Text]]:
-    """The texts to learn from, and those held out."""
-    every = texts(model, None, options)
-    held_out = every[::HELD_OUT]
-    unseen = {text.prompt for text in held_out}
-    if options.prompts:
-        every += texts(model, options.prompts, options)
-    return [text for text in every if text.prompt not in unseen], held_out
-
-
 # --- what the head says -------------------------------------------------------------------------
-
-
-def vocabulary(learnt: Iterable[Text], count: int, size: int) -> list[int]:
-    """So many of a vocabulary's `size` tokens: those of the texts, the most frequent first, then
-    the first of the vocabulary, which its tokenizer learnt first."""
-    seen = torch.cat([text.tokens for text in learnt]).bincount(minlength=size)
-    return seen.argsort(descending=True, stable=True)[:count].tolist()
 
 
 def unrolled(
@@ -222,6 +205,27 @@ def figures(head: DraftHead, embeddings: Tensor, held_out: Sequence[Text]) -> di
 # --- training -----------------------------------------------------------------------------------
 
 
+def prepared(options: argparse.Namespace) -> tuple[DraftHead, Tensor, list[Text], list[Text]]:
+    """A head before training, the target's embeddings `[vocabulary, hidden]`, the texts to learn
+    from, and those held out.
+
+    The head says the tokens of texts, the most frequent ones first, then the first of the
+    vocabulary, which its tokenizer learnt first.
+    """
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = load_target(options.target)
+    every = texts(model, None, options)
+    held_out = every[::HELD_OUT]
+    unseen = {text.prompt for text in held_out}
+    if options.prompts:
+        every += texts(model, options.prompts, options)
+    learnt = [text for text in every if text.prompt not in unseen]
+    embeddings = model.get_input_embeddings().weight.float()
+    seen = torch.cat([text.tokens for text in learnt]).bincount(minlength=len(embeddings))
+    said = seen.argsort(descending=True, stable=True)[: options.vocabulary]
+    return DraftHead.before_training(model, said), embeddings, learnt, held_out
+
+
 def trained(
     head: DraftHead,
     embeddings: Tensor,
@@ -281,13 +285,7 @@ def main(argv: list[str] | None = None) -> None:
     options_of.add_argument("--folder", type=Path, help="for checkpoints (.training/NAME of --out)")
     options = options_of.parse_args(argv)
     options.folder = options.folder or Path(".training") / options.out.name
-    options.folder.mkdir(parents=True, exist_ok=True)
-    model = load_target(options.target)
-    learnt, held_out = gathered(model, options)
-    embeddings = model.get_input_embeddings().weight.float()
-    said = vocabulary(learnt, options.vocabulary, len(embeddings))
-    head = DraftHead.before_training(model, said)
-    del model
+    head, embeddings, learnt, held_out = prepared(options)
 
     def measure(epoch: int) -> None:
         found = {"epoch": epoch, **figures(head, embeddings, held_out)}

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def key_of(*values: object) -> str:
 
 def written(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file, which appears under `path` whole or not at all."""
-    partial = path.with_name(f".partial-{path.name}")
-    write(partial)
-    partial.replace(path)
+    unfinished = path.with_name(f".partial-{path.name}")
+    write(unfinished)
+    unfinished.replace(path)
 
 
 def require_same(path: Path, state: Mapping[str, Any], began_with: Mapping[str, Any]) -> None:
@@ -148,8 +149,7 @@ def train(
     one is written, and again if that was the last.
     """
     path = folder / f"{name}.pt"
-    groups = [group for opt in optimizers for group in opt.param_groups]
-    base_lrs = [group["lr"] for group in groups]
+    base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
     device = next(model.parameters()).device
     first = 0
     if path.exists():
@@ -161,16 +161,6 @@ def train(
         first = state["step"]
         console.print(f"{name} continues at step {first} of {steps}")
     groups = [group for opt in optimizers for group in opt.param_groups]
-
-    def save(step: int) -> None:
-        state = {
-            "began_with": began_with,
-            "model": model.state_dict(),
-            "optimizers": [opt.state_dict() for opt in optimizers],
-            "step": step,
-        }
-        written(path, lambda partial: torch.save(state, partial))
-
     if first == steps:
         model.eval()
         on_checkpoint(steps)
@@ -198,7 +188,13 @@ def train(
             recent.clear()
             clock = now
         if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
-            save(step + 1)
+            state = {
+                "began_with": began_with,
+                "model": model.state_dict(),
+                "optimizers": [opt.state_dict() for opt in optimizers],
+                "step": step + 1,
+            }
+            written(path, partial(torch.save, state))
             model.eval()
             on_checkpoint(step + 1)
             model.train()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipespec.system.folders import resource_dir
 from tools.draft_head import DraftHead
-from tools.train_head import Text, figures, loss_of, main, trained, unrolled, vocabulary
+from tools.train_head import Text, figures, loss_of, main, trained, unrolled
 
 HIDDEN, VOCABULARY, STEPS = 32, 2048, 3
 
@@ -84,7 +84,7 @@ def plain_chain(head: DraftHead, text: Text, embeddings: Tensor, base: int) -> l
 
 def test_a_head_computes_what_eagle_3_does(target: LlamaForCausalLM) -> None:
     text, embeddings = text_of(target, 0), target.get_input_embeddings().weight
-    head = DraftHead.before_training(target, range(0, VOCABULARY, 2)).requires_grad_(False)
+    head = DraftHead.before_training(target, torch.arange(0, VOCABULARY, 2)).requires_grad_(False)
     for weight in head.parameters():
         weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     first = text.answer - 2
@@ -98,8 +98,7 @@ def test_a_head_computes_what_eagle_3_does(target: LlamaForCausalLM) -> None:
 def test_a_head_that_is_written_says_the_same(target: LlamaForCausalLM, tmp_path: Path) -> None:
     texts = [text_of(target, seed) for seed in range(4)]
     embeddings = target.get_input_embeddings().weight
-    said = vocabulary(texts, 100, VOCABULARY)
-    head = DraftHead.before_training(target, said)
+    head = DraftHead.before_training(target, torch.arange(100))
     before = figures(head, embeddings, texts)["loss"]
     options = Namespace(folder=tmp_path, steps=STEPS, epochs=5, seed=1)
     epochs: list[int] = []
@@ -118,7 +117,7 @@ def test_a_head_that_is_written_says_the_same(target: LlamaForCausalLM, tmp_path
 
 def test_the_folder_is_one_of_eagle_3(target: LlamaForCausalLM, tmp_path: Path) -> None:
     said = [7, 3, 2000]
-    DraftHead.before_training(target, said).save(tmp_path, torch.bfloat16)
+    DraftHead.before_training(target, torch.tensor(said)).save(tmp_path, torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCABULARY, len(said))
@@ -149,7 +148,7 @@ def test_the_folder_is_one_of_eagle_3(target: LlamaForCausalLM, tmp_path: Path) 
 
 def test_a_loss_sees_features_up_to_the_base_alone(target: LlamaForCausalLM) -> None:
     text, embeddings = text_of(target, 0), target.get_input_embeddings().weight
-    head = DraftHead.before_training(target, range(VOCABULARY)).requires_grad_(False)
+    head = DraftHead.before_training(target, torch.arange(VOCABULARY)).requires_grad_(False)
     later = Text(text.tokens, text.answer, text.features.clone(), text.last)
     base = text.answer + 1
     later.features[base + 1 :] += 1.0
