@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -24,7 +24,6 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 JOINED = ("q_proj", "k_proj", "v_proj")  # these read the embedding and what is known
 # What a head's configuration has of its target's.
 SHARED = (
@@ -57,7 +56,7 @@ def head_config(target: PreTrainedConfig, draft_vocabulary: int) -> LlamaConfig:
         )
     values: dict[str, Any] = {name: getattr(target, name, None) for name in SHARED}
     values |= {
-        "architectures": [ARCHITECTURE],
+        "architectures": ["LlamaForCausalLMEagle3"],
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
@@ -180,9 +179,3 @@ class DraftHead(nn.Module):
         # As Transformers before 5 say it.
         config.rope_theta = config.rope_parameters["rope_theta"]
         config.to_json_file(folder / "config.json", use_diff=False)
-
-    @classmethod
-    def load(cls, folder: Path) -> DraftHead:
-        head = cls(LlamaConfig.from_pretrained(folder))
-        head.load_state_dict(load_file(folder / "model.safetensors"))
-        return head

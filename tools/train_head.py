@@ -291,8 +291,7 @@ def main(argv: list[str] | None = None) -> None:
         found = {"epoch": epoch, **figures(head, embeddings, held_out)}
         console.print(found)
         head.save(options.out, torch.bfloat16)
-        text = json.dumps(found, indent=2) + "\n"
-        (options.out / "accuracy.json").write_text(text, encoding="utf-8")
+        (options.out / "accuracy.json").write_text(json.dumps(found, indent=2) + "\n")
 
     trained(head, embeddings, learnt, options, "head", measure)
     console.print(f"The head is in {options.out}.", soft_wrap=True)
