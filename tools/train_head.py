@@ -273,7 +273,7 @@ def parser(what: str | None) -> argparse.ArgumentParser:
     found.add_argument("--count", type=int, default=1000, help="prompts of each data set (1000)")
     found.add_argument("--tokens", type=int, default=128, help="of an answer (128)")
     found.add_argument("--steps", type=int, default=4, help="unrolled in training (4)")
-    found.add_argument("--epochs", type=int, default=8, help="(8)")
+    found.add_argument("--epochs", type=int, default=6, help="(6)")
     found.add_argument("--vocabulary", type=int, default=12288, help="tokens at most (12288)")
     found.add_argument("--seed", type=int, default=1)
     return found
