@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pipespec.cli.main import main as pipespec
@@ -34,13 +35,14 @@ from tools.distilling import (
     Text,
     kept_answers,
     kept_layers,
+    kl_loss,
+    model_folder,
     own_text,
     read_text,
     student_of,
     suffix_ranks,
-    to_learn_from,
 )
-from tools.training import Budget, Mix, console, key_of, model_folder, train, written
+from tools.training import Budget, Mix, console, key_of, optimizers_for, train, written
 
 TOP_KS = (1, 4, 16)
 # Texts on which it is measured: of its own, and of kept answers the newest, such a share of them.
@@ -177,6 +179,10 @@ def main(argv: list[str] | None = None) -> None:
     path = args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["accuracy"] if path.exists() else []
 
+    def loss_of(step: int) -> Tensor:
+        ids = budget.batch("draft", mix, step).to(args.device)
+        return kl_loss(target, draft, ids, step / budget.steps)
+
     def measure(step: int) -> None:
         ranks, tokens = draft_ranks(target, draft, texts), step * budget.batch_tokens
         top = [float((ranks <= k).mean()) for k in TOP_KS]
@@ -189,16 +195,15 @@ def main(argv: list[str] | None = None) -> None:
     train(
         "draft",
         draft,
-        mix,
-        budget,
+        optimizers_for(draft, draft.model.layers),
+        budget.steps,
         args.folder,
-        to_learn_from(target, draft),
+        loss_of,
+        began_with=budget.began_with(mix) | made_of,
         checkpoint_every=args.checkpoint_every,
         log_every=args.log_every,
         on_checkpoint=measure,
-        made_of=made_of,
     )
-    measure(budget.steps)  # a run that was killed then had made its last checkpoint
     own_curve = points(draft_ranks(target, draft, texts))
     draft.to(AutoConfig.from_pretrained(folder).dtype or torch.float32).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

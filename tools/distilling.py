@@ -3,7 +3,7 @@ writes for this or has written for users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
+from pipespec.engine.checkpoint.parts.folder import read_repository
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ModelError
 from pipespec.head.proposer import Context, ProposalRequest
 from pipespec.head.proposers.suffix import SuffixConfig, SuffixProposer
 from pipespec.head.tree import ROOT, Tree
@@ -27,6 +33,18 @@ from tools.training import Mix, key_of, progress_steps, written
 WIDTHS = ("hidden_size", "intermediate_size")
 # Tokens of the beginnings that the target continues, and how many of these at once.
 BEGINNING, ROWS_AT_ONCE = 64, 64
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model with all weights, named by its folder or hub id. Raises SystemExit."""
+    try:
+        path = resolve(model)
+        if read_repository(path) is not None:
+            info = inspect(path)
+            fetch_parts(path, parts_of(range(info.num_layers), info.num_layers, tied=info.tied))
+        return path
+    except ModelError as error:
+        raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 def kept_layers(count: int, wanted: int) -> list[int]:
@@ -83,24 +101,20 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
     return student
 
 
-def to_learn_from(
-    target: PreTrainedModel, student: PreTrainedModel
-) -> Callable[[Tensor, float], Tensor]:
-    """The loss of a student on windows `[rows, length]`, for `tools.training.train`.
+def kl_loss(
+    target: PreTrainedModel, student: PreTrainedModel, ids: Tensor, progress: float
+) -> Tensor:
+    """The loss of a student on windows `[rows, length]` at a progress in [0, 1).
 
     KL(target || student), plus cross entropy to the target's greedy choice, which is what
     verification rewards. That enters late, when the student already knows the distribution.
     """
-
-    def loss_of(ids: Tensor, progress: float) -> Tensor:
-        with torch.no_grad():
-            wanted = target(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-        logits = student(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-        ours, theirs = F.log_softmax(logits, -1), F.log_softmax(wanted, -1)
-        kl = F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-        return kl + max(0.0, 2 * progress - 1) * F.cross_entropy(logits, wanted.argmax(-1))
-
-    return loss_of
+    with torch.no_grad():
+        wanted = target(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    logits = student(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    ours, theirs = F.log_softmax(logits, -1), F.log_softmax(wanted, -1)
+    kl = F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    return kl + max(0.0, 2 * progress - 1) * F.cross_entropy(logits, wanted.argmax(-1))
 
 
 @torch.inference_mode()
