@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from signal import SIGINT, Signals
 from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli.cache import checked, with_weights
@@ -22,6 +23,7 @@ from pipespec.client.registry import (
     claim,
     folder,
     kept_folder,
+    log_line,
     log_of,
     publish,
     remove_data,
@@ -30,7 +32,7 @@ from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import progress, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
-from pipespec.system.end_signals import raise_swallowed
+from pipespec.system.end_signals import Terminated, raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
@@ -190,10 +192,12 @@ def stay(
                         ready = True
                         announce(running, as_json=arguments.json, join_options=join_options)
                         watch(name, cluster)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as asked:
             # A cluster that is up ends with a signal.
             if not ready:
                 raise
+            number = asked.number if isinstance(asked, Terminated) else SIGINT
+            on_log(name, f"{Signals(number).name} has ended the cluster")
     return 0
 
 
@@ -321,7 +325,7 @@ def explain(placement: Placement) -> None:
 
 
 def on_log(source: str, line: str) -> None:
-    print_error(f"{time.strftime('%m-%d %H:%M:%S')} {source}: {line}")
+    print_error(log_line(source, line))
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:

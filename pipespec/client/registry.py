@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -185,8 +186,13 @@ def serving(name: str) -> Iterator[None]:
 @contextmanager
 def noting_joined(launcher: str, name: str) -> Iterator[Callable[[str], None]]:
     """Yields what notes how it goes with a cluster that this process has joined, for `joined`. The
-    host computes as well where nothing can be noted."""
+    host computes as well where nothing can be noted. What processes that were killed have noted is
+    removed."""
     file = folder() / f"{os.getpid()}{JOINED}"
+    for other in folder().glob(f"*{JOINED}"):
+        with suppress(ConfigError, OSError):
+            if (killed := _read(other, JoinedCluster)) is not None and killed.owner.gone:
+                other.unlink()
 
     def note(state: str) -> None:
         found = JoinedCluster(name, launcher, Owner.this(), state)
@@ -243,6 +249,20 @@ def log_of(name: str) -> Path | None:
         with suppress(OSError):  # it is just ending
             log = Path(f"/proc/{found.owner.pid}/fd/2").readlink()
     return log if log.is_file() else None
+
+
+def log_line(source: str, line: str) -> str:
+    return f"{time.strftime('%m-%d %H:%M:%S')} {source}: {line}"
+
+
+def note_end(name: str) -> None:
+    """Say in the log of a cluster that runs in the background that `pipespec down` ends it. Raises
+    ConfigError."""
+    log, said = log_of(name), f"`pipespec down` (process {os.getpid()}) ends the cluster"
+    with suppress(OSError):  # a full disk keeps no cluster up
+        if log is not None and log.parent.samefile(folder()):
+            with log.open("a") as stream:
+                stream.write(f"{log_line(name, said)}\n")
 
 
 def clear(name: str) -> None:

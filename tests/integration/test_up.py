@@ -412,8 +412,10 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=ENDING_S)
     assert (process.returncode, out) == (0, "")
-    # What the workers said, each with its name.
-    assert all(line.startswith("local/") for line in err.splitlines())
+    # What the workers said, each with its name and the time, and how the cluster ended.
+    *said, last = err.splitlines()
+    assert all(" local/" in line for line in said)
+    assert last.endswith(f" {NAME}: SIGINT has ended the cluster")
     assert up.processes() == []
     assert up.files() == []
 
@@ -435,6 +437,9 @@ def test_down_fails_what_is_open_with_one_sentence(
     until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
     assert status(capsys)[0]["open"] == 1
     assert place.run("down") == (0, f"{NAME} has ended.\n", "")
+    *_, asked, ended = place.log(NAME).splitlines()
+    assert f" {NAME}: `pipespec down` (process " in asked
+    assert ended.endswith(f" {NAME}: SIGTERM has ended the cluster")
     for user in (reader, waiting):
         _, err = user.communicate(timeout=ENDING_S)
         assert user.returncode == 1

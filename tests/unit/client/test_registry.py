@@ -407,8 +407,11 @@ def test_a_host_that_has_joined_says_which_cluster_and_what_it_computes(
         (file,) = state.glob("*.joined")
         left = json.loads(file.read_text())
         gone = {**left, "owner": {**left["owner"], "created": 0.0}}
-        file.write_text(json.dumps(gone))  # of a process that was killed
-        assert registry.joined() == []
+        killed = state / "1.joined"
+        killed.write_text(json.dumps(gone))
+        assert len(registry.joined()) == 1
+        with noting_joined("10.0.0.2:5000", "beta"):
+            assert [*state.glob("*.joined")] == [file]
 
 
 def test_a_host_joins_where_nothing_can_be_noted(
