@@ -119,7 +119,12 @@ class Launcher:
         return self._cluster
 
     def await_ready(self) -> RunningCluster:
+        said = None
         while (cluster := self.ready()) is None:
+            waits_for = (entry := held(self.name)) and entry.owner.waits_for
+            if waits_for is not None and waits_for != said:
+                said = waits_for
+                print_error(f"{self.name}: waiting for {said}")
             time.sleep(LOOK_S)
         return cluster
 

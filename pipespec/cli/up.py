@@ -39,6 +39,7 @@ from pipespec.system.versions import own_version
 if TYPE_CHECKING:
     from pipespec.cli.host_admission import HostAdmission
     from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+    from pipespec.cluster.processes.fault_stats import Fault
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
@@ -145,7 +146,7 @@ def stay(
 ) -> int:
     """Run a cluster until a signal asks for its end. With --measure the hosts of its hosts file are
     measured first, and with `join_options`, by which other hosts join, always."""
-    with claim(name):
+    with claim(name) as note:
         from pipespec.config.compose import compose
 
         config = compose(settings)
@@ -162,7 +163,7 @@ def stay(
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(kept, measure=arguments.measure, join_options=join_options) as (
+                planned(kept, note, measure=arguments.measure, join_options=join_options) as (
                     deployment,
                     admission,
                 ),
@@ -178,7 +179,7 @@ def stay(
                 ):
                     served = ModelInfo.of(deployment)
                     with (
-                        invited(name, deployment, settings) as on_begun,
+                        invited(name, deployment, settings, note) as on_begun,
                         session.start_cluster(
                             deployment, agents, on_loaded, on_log, on_begun
                         ) as cluster,
@@ -231,19 +232,24 @@ def storing_requests(
 def watch(name: str, cluster: ClusterSession) -> NoReturn:
     """Log the faults of a cluster until a signal asks for its end. Raises PipespecError when its
     ranks have ended, RankFailed when one could not be replaced."""
-    num_logged = 0
+    logged: Sequence[Fault] = ()
     while cluster.poll():
         raise_swallowed()
-        for fault in cluster.faults[num_logged:]:
-            on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
-        num_logged = len(cluster.faults)
+        faults = cluster.faults
+        for fault in faults[max(len(logged) - 1, 0) :]:
+            if fault not in logged[-1:]:  # of the newest one the cause may be found later
+                on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
+        logged = faults
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 
 
 @contextmanager
 def invited(
-    name: str, deployment: Deployment, settings: Sequence[str]
+    name: str,
+    deployment: Deployment,
+    settings: Sequence[str],
+    note: Callable[[str | None], None],
 ) -> Iterator[Callable[[ControllerAddress], None] | None]:
     """Yields a function that writes the invitation for hosts that are started by hand, or None if
     there are none. The file is removed after the block."""
@@ -253,14 +259,13 @@ def invited(
     def begin(where: ControllerAddress) -> None:
         from pipespec.cluster.join.manual_host import Invitation
 
+        file = deployment.config.cluster.hosts
+        waits_for = f"{', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there"
+        note(waits_for)
         kept = tuple(text for text in settings if group(text) != "controller")
         with kept_folder():
             Invitation(where.url, where.namespace, where.secret, kept, own_version()).write(path)
-        file = deployment.config.cluster.hosts
-        on_log(
-            name,
-            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there",
-        )
+        on_log(name, f"waiting for {waits_for}")
 
     if not waiting:
         yield None
@@ -273,7 +278,11 @@ def invited(
 
 @contextmanager
 def planned(
-    config: Config, *, measure: bool, join_options: JoinOptions | None
+    config: Config,
+    note: Callable[[str | None], None],
+    *,
+    measure: bool,
+    join_options: JoinOptions | None,
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
     from pipespec.cluster.decide import decide, require_room
@@ -301,7 +310,11 @@ def planned(
         alone = alone.laid_out(plan_slices(problem))
     admission = host_admission.HostAdmission(join_options, alone, on_log)
     with admission.server:
+        if join_options.hosts > 1:
+            count = join_options.hosts - len(alone.hosts)
+            note(f"{count} more hosts, for which `pipespec up` has printed the commands")
         deployment = admission.await_hosts(alone, problem)
+        note(None)
         explain(deployment.placement)
         yield deployment, admission
 

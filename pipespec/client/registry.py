@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 from typing import TypeVar
@@ -48,11 +48,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Owner:
     """A process, identified by its id and start time. `created` is when it began, in seconds since
-    the machine's start; `machine` is where its number means it."""
+    the machine's start; `machine` is where its number means it. `waits_for`: for which hosts a
+    cluster that it starts waits, and what to run on them."""
 
     pid: int
     created: float
     machine: str
+    waits_for: str | None = field(default=None, compare=False)
 
     @classmethod
     def this(cls) -> Owner:
@@ -140,9 +142,16 @@ def folder() -> Path:
 
 
 @contextmanager
-def claim(name: str) -> Iterator[None]:
-    """Hold a name; entry and lock are removed afterwards. Raises ConfigError if the name cannot be
-    used, or a cluster that lives holds it."""
+def claim(name: str) -> Iterator[Callable[[str | None], None]]:
+    """Hold a name; entry and lock are removed afterwards. Yields what notes for which hosts the
+    start waits. Raises ConfigError if the name cannot be used, or a cluster that lives holds it."""
+
+    def note(waits_for: str | None) -> None:
+        assert descriptor is not None
+        text = json.dumps(asdict(replace(Owner.this(), waits_for=waits_for))).encode()
+        # In one piece, and never shorter, as others read it at any time.
+        os.pwrite(descriptor, text.ljust(os.fstat(descriptor).st_size), 0)
+
     check_name(name)
     with kept_folder() as here:
         lock, stored = here / (name + LOCK), here / (name + ENTRY)
@@ -153,8 +162,8 @@ def claim(name: str) -> Iterator[None]:
         with kept_folder():
             stored.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
-        yield
+            note(None)
+        yield note
     finally:
         stored.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)

@@ -237,7 +237,7 @@ def start_cluster(
     ready, and end it afterwards. Leaving the block waits for submitted requests; an exception ends
     the ranks at once. `on_loaded` is called again and again with how many bytes of weights the
     ranks have loaded, and of how many; what it raises ends the start. `on_log` is called with a
-    worker's name and rank and a line that it wrote, `on_begun` with the controller's address, when
+    worker's name and a line that it wrote, `on_begun` with the controller's address, when
     workers started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank
     starts; RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
@@ -259,18 +259,8 @@ def start_cluster(
             redis.worker_url, redis.namespace, secret=secrets.token_urlsafe(24)
         )
 
-        def send_log(worker: str, line: str) -> None:
-            assert on_log is not None
-            place = recovery.state.assignment.place_of(worker)
-            on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
-
         def start(on: AgentHandle | None, planned: Deployment) -> None:
-            agents.start_workers(
-                WORKER_ENTRYPOINT,
-                (planned, where),
-                on_log=None if on_log is None else send_log,
-                on=on,
-            )
+            agents.start_workers(WORKER_ENTRYPOINT, (planned, where), on_log=on_log, on=on)
 
         changes = HostChanges(agents, recovery, moves, start)
         session = ClusterSession(deployment, redis, agents, recovery, changes)

@@ -72,8 +72,8 @@ def _unused_path(longest_name: str) -> Path:
 
 
 class TemporaryFolder:
-    """A new folder of this user alone, with a path short enough for a socket of this name. `hold` is
-    the descriptor for children to inherit."""
+    """A new folder of this user alone, with a path short enough for a socket of this name. `hold`
+    is the descriptor for children to inherit."""
 
     def __init__(self, longest_name: str) -> None:
         self.folder = _unused_path(longest_name)

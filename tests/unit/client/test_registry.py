@@ -383,6 +383,18 @@ def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password()
     assert "secret" in json.dumps(asdict(silent))
 
 
+def test_status_says_for_which_hosts_a_start_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with claim("hand") as note:
+        note("b: run `x` there")
+        assert main(["status"]) == 0
+        found = capsys.readouterr().out
+        assert " waiting " in found
+        assert "hand: waiting for b: run `x` there\n" in found
+        note(None)
+        assert main(["status"]) == 0
+        assert " loading " in capsys.readouterr().out
+
+
 def test_a_host_that_has_joined_says_which_cluster_and_what_it_computes(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
