@@ -93,8 +93,8 @@ def decode(
     prompt: str, settings: list[str], on: str | None, on_text: Callable[[str], None]
 ) -> tuple[Result, str | None]:
     """Decode a prompt on the running cluster of that name, or on one that is started for it and
-    ended after it; also the last fault for which it waited. Raises ConfigError, Unreachable before any rank starts; RankFailed if one died:
-    the others have been ended."""
+    ended after it; also the last fault for which it waited. Raises ConfigError, Unreachable before
+    any rank starts; RankFailed if one died: the others have been ended."""
     from pipespec.client.answers import ask, write_trace
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings

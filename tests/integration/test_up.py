@@ -25,6 +25,7 @@ from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.memory import bytes_by_rank
 from pipespec.config.compose import compose
+from pipespec.config.hosts import own_name
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
 from pipespec.controller.redis_connection import RedisConnection
@@ -414,7 +415,7 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     assert (process.returncode, out) == (0, "")
     # What the workers said, each with its name and the time, and how the cluster ended.
     *said, last = err.splitlines()
-    assert all(" local/" in line for line in said)
+    assert all(f" {own_name()}/" in line for line in said), err
     assert last.endswith(f" {NAME}: SIGINT has ended the cluster")
     assert up.processes() == []
     assert up.files() == []
