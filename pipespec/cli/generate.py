@@ -95,12 +95,12 @@ def decode(
     """Decode a prompt on the running cluster of that name, or on one that is started for it and
     ended after it; also the last fault for which it waited. Raises ConfigError, Unreachable before
     any rank starts; RankFailed if one died: the others have been ended."""
-    from pipespec.client.answers import ask, write_trace
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings
 
     if on is not None:
         from pipespec.client import registry
+        from pipespec.client.answers import ask
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
@@ -124,6 +124,7 @@ def decode(
         ModelInfo.of(deployment).encode(prompt, chat=chosen.decode.chat)
     deployment = with_weights(deployment)
 
+    from pipespec.client.answers import ask, write_trace
     from pipespec.client.local_cluster import asking
     from pipespec.cluster import session
     from pipespec.cluster.deployment.checks import loading

@@ -12,34 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from pipespec.cluster.decide import check_deployment
 from pipespec.cluster.deployment import memory
-from pipespec.cluster.deployment.checks import (
-    expanded,
-    require_backend,
-    require_fit,
-    require_quantizers,
-    scaled,
-    shared_gpu,
-    without_ggml,
-)
-from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment, fit_context
+from pipespec.cluster.deployment.checks import expanded, scaled, shared_gpu, without_ggml
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.cluster.recovery.cluster_state import ClusterState
 from pipespec.cluster.recovery.recovery import Recovery
-from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
+from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.plan import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
-from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
-    ConfigError,
     ControllerError,
     PipespecError,
     RankFailed,
@@ -174,27 +165,6 @@ class ClusterSession:
     def reporters(self) -> tuple[int, bool]:
         state = self.state
         return len(state.assignment.workers), bool(state.faults) or state.epoch > self._first_epoch
-
-
-def check_deployment(deployment: Deployment, *, stays: bool) -> None:
-    """Raise ConfigError unless a deployment can be started from here, as far as can be known before
-    its hosts have their weights. `stays`: see `start_agents`."""
-    by_hand = [host.name for host in deployment.hosts if host.by_hand]
-    if by_hand and not stays:
-        raise ConfigError(
-            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
-            "cluster with `pipespec up`, and send requests to it with --on."
-        )
-    require_quantizers(deployment)
-    require_backend(deployment)
-    memory.require_files(deployment)
-    for _, info in deployment.models:
-        open_files(info.path).require_tokenizer()
-    # A prompt that is not read yet has a token at least.
-    least = deployment if stays else fit_context(deployment, 1, requests=1)
-    memory.require_memory(least, memory.local_ranks(least))
-    require_same_model(deployment)
-    require_fit(deployment)  # last, as it takes longest
 
 
 @contextmanager
