@@ -153,12 +153,6 @@ def stay(
         if arguments.measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
-        from pipespec.client.local_cluster import running_cluster
-        from pipespec.client.model_info import ModelInfo
-        from pipespec.cluster import session
-        from pipespec.cluster.deployment.checks import loading
-        from pipespec.cluster.redis_setup import require_same_model
-
         ready = False
         try:
             with (
@@ -168,11 +162,20 @@ def stay(
                     admission,
                 ),
             ):
-                if config.controller.data is None:
+                if config.controller.data is None and (folder() / (name + DATA)).exists():
+                    from pipespec.cluster.redis_setup import require_same_model
+
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                deployment = with_weights(checked(deployment, stays=True))
+                deployment = checked(deployment, stays=True)  # errors before slow imports
+
+                from pipespec.client.local_cluster import running_cluster
+                from pipespec.client.model_info import ModelInfo
+                from pipespec.cluster import session
+                from pipespec.cluster.deployment.checks import loading
+
+                deployment = with_weights(deployment)
                 with (
                     progress(loading(deployment), of_bytes=True) as (on_loaded,),
                     session.start_agents(deployment, stays=True) as agents,
