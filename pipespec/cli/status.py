@@ -70,10 +70,9 @@ def report(found: Entry, now: float) -> dict[str, Any]:
     state: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
     if (log := log_of(found.name)) is not None:
         state["log"] = str(log)
-    if cluster is None and found.owner.waits_for is not None:
-        return state | {"state": WAITING, "waits_for": found.owner.waits_for}
     if cluster is None:
-        return state
+        waits_for = found.owner.waits_for
+        return state | ({"state": WAITING, "waits_for": waits_for} if waits_for else {})
     state |= {
         "state": SILENT,
         "host": cluster.host,
