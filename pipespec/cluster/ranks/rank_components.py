@@ -94,7 +94,7 @@ def load_model(
     if model.device.type == "cuda":
         speedups.capture_head(model, settings.graph_rows)
     for sentence in model.refused:
-        log.warning("rank %d: %s", rank, sentence)
+        log.warning(sentence)
     heap.release()  # what loading and self-tests have freed
     return model
 

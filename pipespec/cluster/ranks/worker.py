@@ -91,8 +91,9 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 return
             assignment = RankAssignment.decode(epoch.assignment)
             place = assignment.place_of(worker)
+            say_place("spare" if place is None else f"rank {place[0]}")
+            log.info("epoch %d has %d ranks", number, len(assignment.workers))
             if place is None:
-                log.info("epoch %d: spare", number)
                 continue
             rank, member = place
             if assignment.joined != known.joined:
@@ -122,6 +123,13 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 log.info("epoch %d ended: %s", number, why_ended(error, assignment, following))
 
 
+def say_place(place: str) -> None:
+    """Begin each line that is logged with the place of this worker in its epoch. The launcher is in
+    the next epoch when it reads the last lines of one, so it cannot say that."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"{place}: %(message)s"))
+
+
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     deployment, rank, member = held.deployment, held.rank, held.member
     if deployment.devices[rank] == "cpu":
@@ -138,7 +146,6 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         if rank == 0 and member == 0 and deployment.mid is not None:
             sharing = held.num_models_on(deployment.devices[0])
             mid = mid_weights.of(deployment, rank, sharing, mid=True)
-        log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
         if len(held.members) == 1:
             join_and_run(held, model, mid, grammars)
             return

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
     from pipespec.extras.plan.pipeline_times import DraftRecord
+    from pipespec.extras.plan.simulation import Rounds
 
 # What is tried unless a setting fixes it.
 TRIED: dict[str, Sequence[Any]] = {
@@ -28,6 +29,9 @@ TRIED: dict[str, Sequence[Any]] = {
     "policy.children": (8,),
     "proposer.rounds": (1, 3, "auto"),
 }
+# Rounds that are tried on GPUs: where a step holds one whole round and a part of a second, a longer
+# step with both may be faster than the shorter one, which `auto` chooses.
+ROUNDS_ON_GPUS: Sequence[Rounds] = (2, 3, "auto")
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
@@ -117,14 +121,14 @@ def add(commands: Commands) -> None:
 class Plan:
     """What is compared, and what is said beside it. `same`: layouts that take at most so much
     longer are as fast (`advice.recommend`). `about`: more for the JSON answer. `more`: the same and
-    sentences about the layout of a label, for the one that was chosen."""
+    sentences about the layout of a label with so many draft rounds, for the one that was chosen."""
 
     layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]
     accuracy: Accuracy | DraftRecord
     same: float = 0.01
     about: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[str], tuple[Mapping[str, Any], Sequence[str]]] = lambda label: ({}, ())
+    more: Callable[[str, Rounds], tuple[Mapping[str, Any], Sequence[str]]] = lambda *_: ({}, ())
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -158,7 +162,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     plainest = min(equal, key=lambda layout: layout.num_devices)
     label = plainest.label if advised is None else advised.layout
     layout = next(each for each in plan.layouts if each.label == label)
-    more, sentences = plan.more(label)
+    rounds = plan.methods[-1].rounds if advised is None else advised.rounds
+    more, sentences = plan.more(label, rounds)
     if arguments.json:
         answer = {
             **plan.about,
@@ -245,7 +250,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
             f"to add its bytes over the bandwidth of the slowest link, {profile.row_ms:.3g} ms."
         )
     accuracy = profile.accuracy()
-    return Plan([layout], _methods(given), accuracy, about=about, more=lambda label: ({}, said))
+    return Plan([layout], _methods(given), accuracy, about=about, more=lambda *_: ({}, said))
 
 
 def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
@@ -299,7 +304,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     drafts = suffix or draft is not None
     name = "best_first" if drafts else "root"
     policy = default_policy(name)
-    method = DecodingMethod(name, policy, "auto" if drafts else 1)
+    methods = [DecodingMethod(name, policy, n) for n in (ROUNDS_ON_GPUS if drafts else (1,))]
     accuracies: Sequence[Accuracy] = RANGE
     if suffix or "curve" in given:
         curves = [given["curve"]] if "curve" in given else SUFFIX_RANGE
@@ -314,13 +319,14 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}
 
-    def more(label: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def more(label: str, rounds: Rounds) -> tuple[Mapping[str, Any], Sequence[str]]:
         cluster = by_label[label]
         plain_ms = cluster.machine.plain_tbt_ms
         said, by_accuracy = [*cluster.sentences(own, gpus)], []
         for model in filter(None, (target, own)):
             if why := model.shape.undecoded:
                 said.insert(0, f"pipespec does not decode {model.shape.name}: {why}.")
+        method = DecodingMethod(name, policy, rounds)
         for each in accuracies if drafts else ():
             ms = predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms
             by_accuracy.append({"top1": each.hit_rate(1), "tbt_ms": ms})
@@ -339,7 +345,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said
 
     layouts = [each.layout(("proposer=suffix",) * suffix) for each in clusters]
-    return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
+    return Plan(layouts, methods, usual, EQUAL, {"target": asdict(shape)}, more)
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
