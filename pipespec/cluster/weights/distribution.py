@@ -14,11 +14,10 @@ import logging
 import os
 import ssl
 import threading
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, open_repository
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, blocks_of, place_of
-from pipespec.engine.checkpoint.parts.sources import COMMIT, RangeSource
+from pipespec.engine.checkpoint.parts.sources import COMMIT, HubSource, RangeSource
 from pipespec.errors import ModelError, PipespecError, RankFailed
 from pipespec.system.network_interfaces import LOOPBACK, resolve
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
@@ -86,28 +85,6 @@ class Peer(Conversation):
             where = {"address": address, "interface": self.host.interface}
             self.url = self.call("listen", **where, **asdict(certificate))
         return {each: url_of(self.url, each) for each in files}
-
-
-def at_once(
-    peers: Sequence[Peer], task: Callable[[Peer], T], over: threading.Event | None = None
-) -> list[T]:
-    """What a task returns for each host. Raises what the first one raised, also a signal, or
-    RankFailed if the cluster is `over`, and then ends what all hosts do."""
-    with ThreadPoolExecutor(len(peers)) as pool:
-        futures = [pool.submit(task, peer) for peer in peers]
-        try:
-            while True:
-                done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
-                if over is not None and over.is_set():
-                    raise RankFailed("The cluster has ended.")
-                if not left:
-                    return [each.result() for each in futures]
-        except BaseException:
-            for peer in peers:
-                peer.end()
-            raise
 
 
 def distribute_weights(
@@ -205,8 +182,23 @@ class _Model:
     over: threading.Event | None
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
-        """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self.over)
+        """What a task returns for each host. Raises what the first one raised, also a signal, or
+        RankFailed if the cluster is over, and then ends what all hosts do."""
+        with ThreadPoolExecutor(len(self.peers)) as pool:
+            futures = [pool.submit(task, peer) for peer in self.peers]
+            try:
+                while True:
+                    done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
+                    for each in done:
+                        each.result()
+                    if self.over is not None and self.over.is_set():
+                        raise RankFailed("The cluster has ended.")
+                    if not left:
+                        return [each.result() for each in futures]
+            except BaseException:
+                for peer in self.peers:
+                    peer.end()
+                raise
 
     def distribute(self) -> None:
         """Fetch what hosts lack, in rounds, in each of which some sources may fail."""
@@ -260,28 +252,24 @@ class _Model:
     def _round(self, plan: Mapping[str, Transfers]) -> list[Mapping[str, str]]:
         """Have the hosts get what is planned; of each, why sources have failed, by name."""
         senders = {name for transfers in plan.values() for name in transfers}
-        from_hub = {file for each in plan.values() for file, _ in each.get(HUB, ())}
-        certificate = self.certificate()
+        certificate, urls = self.certificate(), dict[str, Mapping[str, str]]()
+        if HUB in senders:
+            files = {file for each in plan.values() for file, _ in each.get(HUB, ())}
+            urls[HUB] = HubSource(self.shared.repo, self.shared.commit).signed_urls(files)
 
-        def opened(peer: Peer) -> dict[str, dict[str, Any]]:
-            """How to read from a host; the launcher's also says how from the hub."""
-            found: dict[str, dict[str, Any]] = {}
+        def listen(peer: Peer) -> None:
             if peer.name in senders:
-                urls = peer.listen(certificate, self.shared.files)
-                found[peer.name] = {"urls": urls, "certificate": astuple(certificate)}
-            if from_hub and peer is self.peers[0]:
-                of = {"repo": self.shared.repo, "commit": self.shared.commit}
-                urls = peer.call("locate", **of, files=sorted(from_hub))
-                found[HUB] = {"urls": urls, "certificate": None}
-            return found
+                urls[peer.name] = peer.listen(certificate, self.shared.files)
 
         def get(peer: Peer) -> Mapping[str, str]:
             own = plan.get(peer.name, {}).items()
-            asked = {name: {**sources[name], "wanted": blocks} for name, blocks in own}
-            failed: Mapping[str, str] = peer.call("fetch", sources=asked)
+            asked = {name: (urls[name], blocks) for name, blocks in own}
+            failed: Mapping[str, str] = peer.call(
+                "fetch", sources=asked, certificate=asdict(certificate)
+            )
             return failed
 
-        sources = ChainMap(*self.at_once(opened))
+        self.at_once(listen)
         return self.at_once(get)
 
     def _give_up(self, peer: Peer, name: str, why: str, blocks: Sequence[Block]) -> None:

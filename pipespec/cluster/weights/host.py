@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.host_link.calls import Answers
-from pipespec.cluster.weights.plan import Block
+from pipespec.cluster.weights.plan import HUB, Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint import parts
@@ -21,7 +20,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, rep
 from pipespec.engine.checkpoint.parts import folder
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
-from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, Wanted, fetch
+from pipespec.engine.checkpoint.parts.sources import RangeSource, Wanted, fetch
 from pipespec.errors import ModelError
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
@@ -65,8 +64,6 @@ class WeightHost:
         hub states."""
         with self._fetching():
             if (shared := self._shared) is not None and all(map(self._has, own)):
-                for name, file in self._files.items():
-                    file.compare(shared.files[name].sha256)
                 folder.write_repository(shared)
             return [*filter(self._has, wanted)]
 
@@ -84,28 +81,26 @@ class WeightHost:
                 "read its weights; correct its address or interface in the hosts file"
             ) from error
 
-    def locate(self, repo: str, commit: str, files: Sequence[str]) -> dict[str, str]:
-        """The URLs of files of the hub, which hosts without its token can read too."""
-        return HubSource(repo, commit).urls(files)
-
-    def fetch(self, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def fetch(
+        self,
+        sources: Mapping[str, tuple[Mapping[str, str], Sequence[Block]]],
+        certificate: Mapping[str, str],
+    ) -> dict[str, str]:
         """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
-        source are given the "urls" of its files, the blocks that are "wanted", and the
-        "certificate" and key of this run if it is another host."""
+        source are given the URLs of its files, and the blocks that it is to send. Other hosts have
+        the certificate of this run."""
+        made = dict[str, RangeSource]()
         asked = dict[RangeSource, Wanted]()
+        trusted = tls_context(Certificate(**certificate), ssl.PROTOCOL_TLS_CLIENT)
         with self._fetching():
-            for name, of in sources.items():
-                context, wanted = None, defaultdict[PartsFile, list[int]](list)
-                if of["certificate"] is not None:
-                    certificate = Certificate(*of["certificate"])
-                    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-                for file, number in of["wanted"]:
-                    if not self._has((file, number)):
-                        wanted[self._files[file]].append(number)
-                asked[RangeSource(name, of["urls"], context)] = wanted
+            for name, (urls, wanted) in sources.items():
+                made[name] = RangeSource(name, urls, None if name == HUB else trusted)
+                lacked = [
+                    (file, number) for file, number in wanted if not self._has((file, number))
+                ]
+                asked[made[name]] = [(self._files[file], number) for file, number in lacked]
             failed = fetch(asked, self._moved)
-        named = zip(sources, asked, strict=True)
-        return {name: str(failed[source]) for name, source in named if source in failed}
+        return {name: str(failed[source]) for name, source in made.items() if source in failed}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:

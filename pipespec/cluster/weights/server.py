@@ -83,24 +83,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Be silent: the reader says what is wrong."""
 
     def do_GET(self) -> None:
-        """Send blocks until one is not here, or not as it was recorded."""
+        """Send a block of a file that is here as it was recorded."""
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if (file := self.server.find(unquote(self.path.removeprefix("/")))) is None:
             self.send_error(404)
             return
-        if (
-            wanted is None
-            or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= file.size
-        ):
+        start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, 0)
+        (block,) = blocks_of([(start, start + 1)])
+        if not start < stop or (start, stop) != file.place(block):
             self.send_error(416)
-            return
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{file.size}")
-        self.send_header("Content-Length", str(stop - start))
-        self.end_headers()
-        for block in blocks_of([(start, stop)]):
-            if (data := file.read(block)) is None:
-                self.close_connection = True
-                return
-            first = file.place(block)[0]
-            self.wfile.write(memoryview(data)[max(start - first, 0) : stop - first])
+        elif (data := file.read(block)) is None:
+            self.send_error(404)
+        else:
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{file.size}")
+            self.send_header("Content-Length", str(stop - start))
+            self.end_headers()
+            self.wfile.write(data)

@@ -135,25 +135,20 @@ def _cached_commit(folder: Path) -> Repository | None:
 # --- how it comes here ------------------------------------------------------------------------
 
 
-def fetch_parts(path: Path, parts: Collection[str]) -> int:
-    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
-    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
-    be fetched."""
+def fetch_parts(path: Path, parts: Collection[str]) -> None:
+    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub. Raises
+    ModelError if it is of no repository of the hub, or they cannot be fetched."""
     folder = folder_of_checkpoint(path)
     repository = cache.read_repository(folder)
     if repository is None or not repository.on_hub:
         require_parts(path, parts)
-        return 0
-    if not missing(path, parts):
-        return 0
-    with cache.sole_fetcher(folder):
-        needed = blocks_needed(path, parts)
-        files = cache.make_files(repository, needed)
-        wanted = {of: [b for b in needed[name] if not of.has(b)] for name, of in files.items()}
-        fetch_all(HubSource(repository.repo, repository.commit), wanted)
-        for name, file in files.items():
-            file.compare(repository.files[name].sha256)
-    return sum(file.num_bytes(blocks) for file, blocks in wanted.items())
+    elif missing(path, parts):
+        with cache.sole_fetcher(folder):
+            needed = blocks_needed(path, parts)
+            files = cache.make_files(repository, needed)
+            wanted = [(of, b) for name, of in files.items() for b in needed[name] if not of.has(b)]
+            fetch_all(HubSource(repository.repo, repository.commit), wanted)
+            cache.make_files(repository, needed)  # which compares those that are whole now
 
 
 def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:
@@ -167,14 +162,14 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
     small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
     with cache.sole_fetcher(folder):
         files = cache.make_files(found, small).values()
-        fetch_all(source, {each: each.absent() for each in files})
+        fetch_all(source, [(each, block) for each in files for block in each.absent()])
         # As Transformers: one file goes before an index.
         index = {} if WEIGHTS in found.files else stored_index(folder) or {}
         alone = WEIGHTS in found.files or not any(fnmatch(each, SHARDS) for each in found.files)
         names = {*index.values()} or {WEIGHTS if alone else INDEX}
         weights = _required(found, part_names(file) if file else names)
         files = cache.make_files(found, weights).values()
-        while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
+        while lacking := [(each, block) for each in files for block in _rest_of_header(each)]:
             fetch_all(source, lacking)
         used = {each: found.files[each] for each in (*small, *weights)}
         cache.write_repository(replace(found, files=used))

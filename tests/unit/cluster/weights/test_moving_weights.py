@@ -174,14 +174,13 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     made = Certificate.make()
     url = alpha.listen("127.0.0.1", None, made.cert, made.key)
     wanted = ("config.json", 0)
-    urls = {wanted[0]: url_of(url, wanted[0])}
-    source = {"urls": urls, "certificate": (made.cert, made.key), "wanted": [wanted]}
+    source = {wanted[0]: url_of(url, wanted[0])}, [wanted]
     for each in hosts:
         assert not each.prepare(repository, ["0"])
         assert each.offer([wanted], [wanted]) == []
     assert not [entry for entry in entries() if entry.whole_bytes]  # it is not finished
     for each in hosts:
-        assert each.fetch({"alpha": source}) == {}
+        assert each.fetch({"alpha": source}, asdict(made)) == {}
         assert each.offer([wanted], [wanted]) == [wanted]
     assert moved == [(whole / wanted[0]).stat().st_size]
     (entry,) = entries()
