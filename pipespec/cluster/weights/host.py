@@ -67,14 +67,15 @@ class WeightHost:
                 folder.write_repository(shared)
             return [*filter(self._has, wanted)]
 
-    def listen(self, address: str, interface: str | None, cert: str, key: str) -> str:
-        """Let the other hosts of this run read what is here, at an address, or at that of the
-        interface if it has another; the URL."""
+    def listen(self, address: str, interface: str | None, certificate: Mapping[str, str]) -> str:
+        """Let the other hosts of this run, which have its certificate, read what is here, at an
+        address, or at that of the interface if it has another; the URL."""
         found = next((each.addresses for each in interfaces() if each.name == interface), ())
         try:
             ip = resolve(address)  # which perhaps this host alone can
             ip = ip if ip in found or not found else found[0]
-            return WeightServer(ip, Certificate(cert, key), lambda name: self._files.get(name)).url
+            made = Certificate(**certificate)
+            return WeightServer(ip, made, lambda name: self._files.get(name)).url
         except OSError as error:
             raise ModelError(
                 f"this host cannot listen at {address} ({error.strerror or error}), where others "
