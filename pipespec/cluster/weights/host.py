@@ -90,18 +90,15 @@ class WeightHost:
         """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
         source are given the URLs of its files, and the blocks that it is to send. Other hosts have
         the certificate of this run."""
-        made = dict[str, RangeSource]()
-        asked = dict[RangeSource, Wanted]()
         trusted = tls_context(Certificate(**certificate), ssl.PROTOCOL_TLS_CLIENT)
+        asked = dict[RangeSource, Wanted]()
         with self._fetching():
             for name, (urls, wanted) in sources.items():
-                made[name] = RangeSource(name, urls, None if name == HUB else trusted)
                 lacked = [
-                    (file, number) for file, number in wanted if not self._has((file, number))
+                    (self._files[block[0]], block[1]) for block in wanted if not self._has(block)
                 ]
-                asked[made[name]] = [(self._files[file], number) for file, number in lacked]
-            failed = fetch(asked, self._moved)
-        return {name: str(failed[source]) for name, source in made.items() if source in failed}
+                asked[RangeSource(name, urls, None if name == HUB else trusted)] = lacked
+            return {of.name: str(why) for of, why in fetch(asked, self._moved).items()}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:

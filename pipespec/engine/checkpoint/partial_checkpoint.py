@@ -65,14 +65,6 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
     return found
 
 
-def layers_here(path: Path, num_layers: int) -> list[int]:
-    """The layers that a checkpoint holds here. Raises ModelError if there is none."""
-    found = [layer for layer in range(num_layers) if not missing(path, {str(layer)})]
-    if not found:
-        raise ModelError(f"{path} holds no whole layer; copy its files there")
-    return found
-
-
 def require_parts(path: Path, parts: Collection[str]) -> None:
     """Raise ModelError, which names what is missing, unless a checkpoint holds these parts here."""
     if lacking := missing(path, parts):

@@ -98,12 +98,10 @@ def read_repository(folder: Path) -> Repository | None:
 
 def write_repository(found: Repository) -> None:
     """Mark the folder of a repository as finished but for tensors of these files too, and as that
-    of its model which was used last. Raises ModelError."""
+    of its model which was used last. Raises OSError."""
     known = read_repository(found.folder)
     both = replace(found, files={**({} if known is None else known.files), **found.files})
-    with reported(found.folder):
-        (found.folder / RECORDS).mkdir(exist_ok=True)
-        write_atomically(found.folder / REPOSITORY, json.dumps(asdict(both)).encode())
+    write_atomically(found.folder / REPOSITORY, json.dumps(asdict(both)).encode())
 
 
 def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:

@@ -53,7 +53,7 @@ class RangeSource:
     ) -> None:
         from huggingface_hub import utils
 
-        self.name, self._urls = name, urls
+        self.name, self._called, self._urls = name, name, urls
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class RangeSource:
         if context is not None:
             self._session = type(self._session)(verify=context, trust_env=False)
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
-            self.name = f"{name} at {urlsplit(next(iter(urls.values()))).hostname}"
+            self._called = f"{name} at {urlsplit(next(iter(urls.values()))).hostname}"
             self._remedy = "correct its address or interface, and let firewalls admit TCP to it"
 
     def url(self, file: str) -> str:
@@ -117,10 +117,10 @@ class RangeSource:
             except (ConnectionError, http_error) as error:
                 why, wait_s = self._passing(error)
                 if self.stopped.is_set():
-                    raise Unavailable(f"reading from {self.name} was stopped") from error
+                    raise Unavailable(f"reading from {self._called} was stopped") from error
                 if tries >= max_tries or wait_s > LONGEST_ASKED_S:
                     raise Unavailable(
-                        f"{self.name} did not send {what}, though asked {tries} times: {why}; "
+                        f"{self._called} did not send {what}, though asked {tries} times: {why}; "
                         f"{self._remedy}"
                     ) from error
             backoff = FIRST_WAIT_S * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
@@ -137,7 +137,7 @@ class RangeSource:
         return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:
-        return Unavailable(f"{self.name} answers {status}")
+        return Unavailable(f"{self._called} answers {status}")
 
 
 class HubSource(RangeSource):
