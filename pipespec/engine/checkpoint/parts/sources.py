@@ -176,13 +176,11 @@ class HubSource(RangeSource):
         """Where files are read without the token, for some time. Raises ModelError."""
         from huggingface_hub import get_hf_file_metadata
 
-        def located(name: str) -> str:
+        found = {}
+        for name in files:
             ask = partial(get_hf_file_metadata, self.url(name), timeout=CONNECT_S)
-            return str(self.tried(ask, name).location)
-
-        names = list(files)
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            return dict(zip(names, pool.map(located, names), strict=True))
+            found[name] = str(self.tried(ask, name).location)
+        return found
 
     def _refused(self, status: int) -> ModelError:
         why = f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
