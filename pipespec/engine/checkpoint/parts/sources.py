@@ -30,7 +30,7 @@ CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
 # Tries, also of a host, and the seconds between them, which double.
 MAX_TRIES, HOST_TRIES = 6, 2
 FIRST_WAIT_S = 0.5
-LONGEST_ASKED_S = 300.0  # that a server may ask to wait (Retry-After)
+LONGEST_ASKED_S = 300.0  # that a server may ask to wait (RateLimit, Retry-After)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 TOKEN = "authorization"  # the header that holds it
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -129,11 +129,14 @@ class RangeSource:
     def _passing(self, error: Any) -> tuple[str, float]:
         """Why a request failed, and for how many seconds the server asks to wait. Raises ModelError
         if it is of no use to ask again."""
+        from huggingface_hub.utils import parse_ratelimit_headers
+
         if (answer := getattr(error, "response", None)) is None:
             return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
-        asked = answer.headers.get("Retry-After", "").strip()
+        limit = parse_ratelimit_headers(answer.headers)
+        asked = str(limit.reset_in_seconds) if limit else answer.headers.get("Retry-After", "")
         return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:
