@@ -42,7 +42,7 @@ def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
 
 def source(server: WeightServer, certificate: Certificate, name: str = NAME) -> RangeSource:
     url = url_of(server.url, name)
-    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    context = tls_context(certificate, server=False)
     found = RangeSource("beta", {NAME: url}, context)
     found.wait = lambda _: None
     return found
@@ -159,7 +159,7 @@ def test_it_listens_at_one_address(server: WeightServer, certificate: Certificat
 
 
 def test_a_host_that_cannot_be_reached_is_one_sentence(certificate: Certificate) -> None:
-    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    context = tls_context(certificate, server=False)
     beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context)
     with pytest.raises(Unavailable) as failed:
         read(beta)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -296,7 +295,7 @@ def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, 
     with ExitStack() as stack:
         certificate = Certificate.make()
         peers = [stack.enter_context(Peer(host, certificate)) for host in others]
-        context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+        context = tls_context(certificate, server=False)
         for kind, peer in product(absent, peers):
             if kind in opened:
                 continue

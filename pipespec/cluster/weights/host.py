@@ -5,7 +5,6 @@ fetched, and warnings."""
 from __future__ import annotations
 
 import logging
-import ssl
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,7 +89,7 @@ class WeightHost:
         """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
         source are given the URLs of its files, and the blocks that it is to send. Other hosts have
         the certificate of this run."""
-        trusted = tls_context(Certificate(**certificate), ssl.PROTOCOL_TLS_CLIENT)
+        trusted = tls_context(Certificate(**certificate), server=False)
         asked = dict[RangeSource, Wanted]()
         with self._fetching():
             for name, (urls, wanted) in sources.items():

@@ -24,9 +24,9 @@ HANDSHAKE_S, IDLE_S = 5.0, 60.0
 MOST_UNPROVEN = 64  # connections at once that have not proven the key; others are closed
 
 
-def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
+def tls_context(certificate: Certificate, *, server: bool) -> ssl.SSLContext:
     """For an end that trusts this certificate alone, and has its key."""
-    context = ssl.SSLContext(protocol)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -52,7 +52,7 @@ class WeightServer(ThreadingTCPServer):
     ) -> None:
         self.find = find
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
-        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self._context = tls_context(certificate, server=True)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
         self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
