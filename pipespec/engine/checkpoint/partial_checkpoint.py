@@ -128,13 +128,11 @@ def _cached_commit(folder: Path) -> Repository | None:
 
 
 def fetch_parts(path: Path, parts: Collection[str]) -> None:
-    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub. Raises
-    ModelError if it is of no repository of the hub, or they cannot be fetched."""
+    """Fetch the parts (`slice_tensors`) that a checkpoint of the hub lacks here; of another one,
+    a load says what is lacking. Raises ModelError if they cannot be fetched."""
     folder = folder_of_checkpoint(path)
     repository = cache.read_repository(folder)
-    if repository is None or not repository.on_hub:
-        require_parts(path, parts)
-    elif missing(path, parts):
+    if repository is not None and repository.on_hub and missing(path, parts):
         with cache.sole_fetcher(folder):
             needed = blocks_needed(path, parts)
             files = cache.make_files(repository, needed)
