@@ -87,7 +87,7 @@ class PartsFile:
                 self._note(each, ABSENT)
         return None
 
-    def write(self, block: int, data: bytes | memoryview) -> None:
+    def write(self, block: int, data: bytes | bytearray) -> None:
         """Write a block, and then its hash."""
         _write(self.path, data, block * BLOCK_BYTES)
         self._note(block, hashlib.sha256(data).digest())
@@ -128,7 +128,7 @@ class PartsFile:
         self.record[at : at + DIGEST_BYTES] = digest
 
 
-def _write(path: Path, data: bytes | memoryview, at: int) -> None:
+def _write(path: Path, data: bytes | bytearray, at: int) -> None:
     with path.open("r+b") as stream:
         stream.seek(at)
         stream.write(data)

@@ -129,13 +129,13 @@ class RangeSource:
     def _passing(self, error: Any) -> tuple[str, float]:
         """Why a request failed, and for how many seconds the server asks to wait. Raises ModelError
         if it is of no use to ask again."""
-        from huggingface_hub.utils import parse_ratelimit_headers
+        from huggingface_hub import utils
 
         if (answer := getattr(error, "response", None)) is None:
             return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
-        limit = parse_ratelimit_headers(answer.headers)
+        limit = utils.parse_ratelimit_headers(answer.headers)  # type: ignore[attr-defined]
         asked = str(limit.reset_in_seconds) if limit else answer.headers.get("Retry-After", "")
         return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
