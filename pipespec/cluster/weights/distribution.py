@@ -308,9 +308,9 @@ def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, 
                 found = described(told, peer.name)
                 source = RangeSource(peer.name, peer.listen(found.files), context)
                 opened[kind] = open_repository(source, found, found.gguf)
-    for kind, error in refused.items():
+    for kind, why in refused.items():
         if kind not in opened:
-            raise error
+            raise why
     return opened
 
 

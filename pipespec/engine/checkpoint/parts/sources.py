@@ -135,8 +135,10 @@ class RangeSource:
             return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
+        asked = answer.headers.get("Retry-After", "")
         limit = utils.parse_ratelimit_headers(answer.headers)  # type: ignore[attr-defined]
-        asked = str(limit.reset_in_seconds) if limit else answer.headers.get("Retry-After", "")
+        if limit is not None and limit.remaining == 0:
+            asked = str(limit.reset_in_seconds)
         return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:

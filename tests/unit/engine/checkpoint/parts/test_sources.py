@@ -90,6 +90,7 @@ WRONG = {
         ([Fault(429), Fault(500), Fault(503)], [0.375, 0.75, 1.5]),
         ([Fault(429, {"Retry-After": "17"}), Fault(429, {"Retry-After": "rubbish"})], [17, 0.75]),
         ([Fault(429, {"RateLimit": '"resolvers";r=0;t=17'})], [17]),
+        ([Fault(503, {"RateLimit": '"resolvers";r=9;t=17'})], [0.375]),  # it is not reached
         ([Fault(cut_at=30_000), Fault(cut_at=1), Fault(cut_at=0)], [0.375, 0.75, 1.5]),
         *(([fault], [0.375]) for fault in WRONG.values()),
     ],
