@@ -53,6 +53,7 @@ class _ThisStep:
     rounds: int = 0
     rounds_beside: int = 0  # before the verdict
     last_round_ms: float = 0.0
+    beside_ms: float = 0.0  # of rounds before the verdict
     drafted_ms: float = 0.0  # of the rounds that every step has
     delaying_ms: float = 0.0  # of rounds after the verdict
     verdict_received: bool = False
@@ -105,7 +106,7 @@ class StepStats:
         self._undelayed_steps = 0  # in a row
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
-        self._overhead = Ema()  # ms of a step beside its stages
+        self._overhead = Ema()  # ms of a step beyond its stages and the draft beside them
         self._trials = SpeculationTrials(num_stages)
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
         self._proposals = 0
@@ -172,6 +173,7 @@ class StepStats:
             now.delaying_ms += ms
         else:
             now.rounds_beside += 1
+            now.beside_ms += ms
 
     def add_proposal(self, logps: np.ndarray) -> None:
         """Candidates have log-probabilities `[nodes, children]`, the best ones first."""
@@ -228,12 +230,13 @@ class StepStats:
         if now.rows:
             self._by_rows.add(now.rows, ms)
             if self._stages.points:
-                self._overhead.add(max(ms - ms_at(self._stages.with_slots(), now.rows), 0.0))
+                stage_ms = ms_at(self._stages.with_slots(), now.rows)
+                self._overhead.add(max(ms - max(stage_ms, now.beside_ms), 0.0))
 
     def set_stage_times(self, measured: BatchTimes) -> None:
         self._stages = measured
         if self._learnt is not None:
-            self._learnt.set_stage_times(measured.points)
+            self._learnt.set_stage_times(measured.points, self._drafting.value or 0.0)
 
     def add_candidates(self, selection: Selection) -> None:
         """Count the rows that were offered and selected in this step."""
