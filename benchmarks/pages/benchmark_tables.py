@@ -18,13 +18,11 @@ from benchmarks.pages.stored_results import (
 )
 from tools.docs.markdown import table
 
-TBT = ("TBT, ms", "{tbt_ms:.1f}")
-OVER_ROOT = ("over `root`", "{speed_up:.2f}")
 TOKENS = ("tokens per step", "{tokens_per_step:.3f}")
 HITS = ("hit rate", "{hit_rate:.2f}")
 OVERRUNS = ("over-runs per step", "{overruns_per_step:.3f}")
 # Of a data set, where all of them together have a row of their own.
-MEAN = "**mean**"
+ALL, MEAN = "all", "**mean**"
 Row = Mapping[str, Any]
 
 
@@ -42,11 +40,27 @@ def time_between_tokens(name: str) -> str:
     for data_set in dict.fromkeys(each["data_set"] for each in stored["rows"]):
         root, *others = [row(stored, data_set=data_set, method=method) for method in methods]
         cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in others]
-        lines.append([MEAN if data_set == "all" else data_set, f"{root['tbt_ms']:.1f}", *cells])
-    means = [each for each in stored["rows"] if each["data_set"] == "all"]
+        lines.append([MEAN if data_set == ALL else data_set, f"{root['tbt_ms']:.1f}", *cells])
+    means = [each for each in stored["rows"] if each["data_set"] == ALL]
     for heading, cell in (TOKENS, HITS, OVERRUNS):
         lines.append([heading, *(cell.format_map(each) for each in means)])
     headings = ["TBT, ms", *(f"`{method}`" for method in methods)]
+    return table(headings, lines) + command_of(stored)
+
+
+def predictions() -> str:
+    """`pipeline.plan_check`: time between tokens as predicted and measured, and their ratios."""
+    stored = result("plan_check")
+    keys = dict.fromkeys((each["stages"], each["policy"]) for each in stored["rows"])
+    sets = list(dict.fromkeys(each["data_set"] for each in stored["rows"]))
+    lines = []
+    for stages, policy in keys:
+        of = {name: row(stored, stages=stages, policy=policy, data_set=name) for name in sets}
+        whole = of.pop(ALL)
+        times = (f"{whole[name]:.1f}" for name in ("predicted_ms", "measured_ms"))
+        ratios = (f"{each['ratio']:.2f}" for each in of.values())
+        lines.append([str(stages), f"`{policy}`", *times, *ratios])
+    headings = ["stages", "policy", "predicted, ms", "measured, ms", *(x for x in sets if x != ALL)]
     return table(headings, lines) + command_of(stored)
 
 
@@ -146,7 +160,7 @@ def survived(stored: Row) -> str:
 def faults_in_short(name: str) -> str:
     """The same as a sentence, without the kinds."""
     stored = result(name)
-    every = row(stored, fault="all")
+    every = row(stored, fault=ALL)
     return (
         f"{every['times']} faults, {every['median_s']:.1f} s in the median, "
         f"{every['worst_s']:.1f} at worst. {survived(stored)}\n" + command_of(stored)
@@ -263,17 +277,20 @@ def race(name: str) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    **{name: partial(engines, name) for name in ("peers_bfloat16", "peers_h200", "peers_real")},
+    **{name: partial(engines, name) for name in ("peers_h200", "peers_real")},
     "links": partial(race, "links"),
-    "sampled": partial(
+    "acceptance": partial(
         plain,
-        "sampled",
-        ("", "{verify}"),
-        ("method", "`{method}`"),
-        TBT,
-        ("least and most", "{least_ms:.1f} to {most_ms:.1f}"),
-        *(OVER_ROOT, HITS),
+        "lossy",
+        ("policy", "`{policy}`"),
+        ("sampling", "{sampling}"),
+        ("acceptance", "{acceptance}"),
+        ("tokens per step", "{tokens_per_step:.2f}"),
+        HITS,
+        ("agreement", "{agreement:.2f}"),
+        ("loss per token", "{loss:.3f}"),
     ),
+    "plan_check": predictions,
     "methods": sizes_of_trees,
     "load": many_requests,
     "frontier": where_rows_cost,
