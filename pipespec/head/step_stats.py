@@ -107,7 +107,8 @@ class StepStats:
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beyond its stages and the draft beside them
-        self._trials = SpeculationTrials(num_stages)
+        # Each for about so many requests, of which others take another time for a token.
+        self._trials = defaultdict[int, SpeculationTrials](lambda: SpeculationTrials(num_stages))
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
         self._proposals = 0
 
@@ -213,7 +214,7 @@ class StepStats:
         # Without draft tokens a request decides one token in each pass, unless batches are chosen
         # for themselves.
         counted = speculating or (self.num_stages == 1 and not self.overlap)
-        self._trials.add(
+        self._trials[size_bucket(requests)].add(
             ms, tokens if counted else requests / self.num_stages, speculating=speculating
         )
         now = self._now
@@ -299,11 +300,11 @@ class StepStats:
         if one_tree:
             points = tuple((rows, ms * self.num_stages) for rows, ms in points)
         rows = requests / self.num_stages
-        speculates = self._speculates
+        trials, speculates = self._trials[size_bucket(requests)], self._speculates
         if speculates is None:
             known = bool(self._stages.points)
             least_ms = _stage_ms(self._stages, max(rows, 1)) / rows if known else None
-            speculates = self._trials.speculates(least_ms)
+            speculates = trials.speculates(least_ms)
         return PipelineState(
             num_stages=self.num_stages // steps_at_a_time,
             one_tree=one_tree,
@@ -317,7 +318,7 @@ class StepStats:
             draft_nodes=self._draft.count,
             draft_node_ms=self._draft.each_ms,
             verdict_ms=self._verdict_ms(),
-            tokens_per_step=self._trials.speculative.tokens.value,
+            tokens_per_step=trials.speculative.tokens.value,
             step_ms=points,
             by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
@@ -327,7 +328,7 @@ class StepStats:
             drafting_ms=self._drafting.value or 0.0,
             target=target,
             most_held=most_held,
-            token_ms=self._trials.token_ms,
+            token_ms=trials.token_ms,
             child_probabilities=self._children,
         )
 

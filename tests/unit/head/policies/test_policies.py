@@ -538,7 +538,7 @@ def test_plain_token_costs_less_with_more_requests():
     meter = StepStats(num_stages=4)
     for _ in range(8):
         meter.add_step(10.0, 1, speculating=False, requests=4)
-    assert meter.state(0, end=9, elapsed_ms=0.0).token_ms == 10.0  # 40 for one request
+    assert meter.state(0, end=9, elapsed_ms=0.0, requests=4).token_ms == 10.0  # 40 for one request
 
 
 @pytest.mark.parametrize(
