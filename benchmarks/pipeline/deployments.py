@@ -1,6 +1,7 @@
 """What one could run on a cluster, simulated: pipelines by each method, and one group of all GPUs.
 
-    python -m benchmarks.pipeline.deployments --json benchmarks/results/deployments.json
+    python -m benchmarks.pipeline.deployments --only 70B --json benchmarks/results/deployments.json
+    python -m benchmarks.pipeline.deployments --only V3 --json benchmarks/results/mixture.json
 
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
 draft on one more, over each kind of link, with one request and with many. Times of stages are
@@ -141,9 +142,9 @@ def best(cells: Sequence[Cell], looks: Runs, runs: Runs) -> tuple[Cell, Run]:
     return min(((cell, runs[cell]) for cell in cells), key=lambda found: found[1].tbt.value)
 
 
-def rows(tokens: int, resume: Path | None) -> Iterator[dict[str, Any]]:
+def rows(tokens: int, only: str, resume: Path | None) -> Iterator[dict[str, Any]]:
     looks, runs = (Runs(share, resume, code_version()) for share in (LOOK, 1.0))
-    for where in deployments():
+    for where in (each for each in deployments() if only in each.name):
         for requests in where.requests:
             for draft in where.drafts if requests == 1 else (RECORDED,):
                 for name, machine, policies in methods(where, requests):
@@ -173,10 +174,11 @@ def described(method: str, cell: Cell, run: Run) -> Mapping[str, Any]:
 def main() -> None:
     parser = experiment.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=3000, help="of a simulation (3000)")
+    parser.add_argument("--only", default="", help="deployments whose names have this (all)")
     parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
     options = experiment.parse(parser, tokens=200)
     title = "simulated: milliseconds between tokens by deployment and method"
-    experiment.publish(options, title, [*rows(options.tokens, options.resume)])
+    experiment.publish(options, title, [*rows(options.tokens, options.only, options.resume)])
 
 
 if __name__ == "__main__":
