@@ -167,46 +167,18 @@ def faults_in_short(name: str) -> str:
     )
 
 
-def counted() -> list[tuple[str, str, str, str]]:
-    """Figures that no machine changes: what, how much, beside what, of which result."""
-    optimum = [each["default"] for each in result("optimum")["rows"]]
-    drawn = row(result("foresight"), sampling="temperature 1")
-    wrong = [each for each in result("calibration")["rows"] if each["source"] != "suffix"]
-    stated = max(each["worst"] for each in wrong if each["texts"] != "repetitive")
-    repetitive = max(each["worst"] for each in wrong if each["texts"] == "repetitive")
-    return [
-        (
-            "speed of the default as a share of the exact optimum, pipelines of 1 to 4 stages",
-            f"{mean(optimum):.2f} in the mean, {min(optimum):.2f} at least",
-            f"{len(optimum)} cells",
-            "optimum",
-        ),
-        (
-            "most by which the draft's stated probabilities are wrong, by tenths, shipped prompts",
-            f"{stated:.3f}",
-            f"0 if perfect; {repetitive:.3f} in repetitive text",
-            "calibration",
-        ),
-        (
-            "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
-            f"{drawn['top_1']:.2f}",
-            f"{drawn['plain_top_1']:.2f} without it",
-            "foresight",
-        ),
-    ]
-
-
 def met(figure: float, budget: float) -> str:
     return "met" if figure <= budget else "missed"
 
 
 def measured() -> str:
-    """Figures that were measured without emulation, beside what to compare them with."""
+    """Figures that are no table's, beside what to compare them with."""
     controller, memory, startup = result("controller"), result("memory"), result("startup")
     hop = row(controller, name="hop: complete -> ready elsewhere")["value"]
     ping = row(controller, name="Redis PING round trip")["value"]
     four = row(startup, what="generate, 4 stages")["first_s"]
     imports = row(startup, what="imports")["first_s"]
+    drawn = row(result("foresight"), sampling="temperature 1")
     own, resident = (
         max(each[name] for each in memory["rows"]) for name in ("uss_beyond", "rss_beyond")
     )
@@ -229,7 +201,12 @@ def measured() -> str:
             f"budget of the latter 300 MiB, {met(resident, 300)}",
             "memory",
         ),
-        *counted(),
+        (
+            "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
+            f"{drawn['top_1']:.2f}",
+            f"{drawn['plain_top_1']:.2f} without it",
+            "foresight",
+        ),
     ]
     rows = [[*figure, source(name)] for *figure, name in lines]
     return table(["measured", "figure", "beside", "from `benchmarks/results/`"], rows)
