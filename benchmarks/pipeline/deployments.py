@@ -4,7 +4,7 @@
     python -m benchmarks.pipeline.deployments --only V3 --json benchmarks/results/mixture.json
 
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
-draft on one more, over each kind of link, with one request and with many. Times of stages are
+draft on one more, with one request and with many, the 70B over each kind of link. Times of stages are
 those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft
 is as accurate as one that was recorded, and with one request also as a 1B is assumed to be. What a
 group takes is computed: its share of a pass, and the all-reduces of its layers, each of which is
@@ -104,9 +104,8 @@ def deployments() -> Iterator[Deployment]:
     for words, link in links.items():
         yield Deployment(f"70B, 8 × 24 GB {words}", vllm_pipeline(), link, 80, 64)
     mixture = emulated("deepseek_v3_12", 12)
-    for words in ("in one box", "over 10 Gbit/s"):
-        link = replace(links[words], row_bytes=2 * 7168)
-        yield Deployment(f"DeepSeek V3, 12 × 48 GB {words}", mixture, link, 61, 128)
+    pcie = replace(PCIE, row_bytes=2 * 7168)
+    yield Deployment("DeepSeek V3, 12 × 48 GB in one box", mixture, pcie, 61, 128)
 
 
 def methods(
