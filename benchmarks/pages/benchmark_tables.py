@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import mean
 from typing import Any
 
 from benchmarks.pages.stored_results import (
@@ -95,28 +94,6 @@ def many_requests() -> str:
         name = "`root`, tokens/s" if method == "root" else f"`{method}`"
         lines.append([name, *(f"{each[shown]:.{1 + (shown == 'speed_up')}f}" for each in of)])
     return table(["requests", *map(str, counts)], lines) + command_of(stored)
-
-
-def where_rows_cost() -> str:
-    """`pipeline.frontier`: the default beside the best fixed policy, by requests."""
-    names = ("frontier_1", "frontier_8", "frontier_64")
-    lines = []
-    for name in names:
-        stored = result(name)
-        over = [each["over_best"] for each in stored["rows"]]
-        root = [each["over_root"] for each in stored["rows"]]
-        lines.append(
-            [
-                name.removeprefix("frontier_"),
-                str(len(over)),
-                f"{mean(over):.2f}",
-                f"{min(over):.2f}",
-                f"{mean(root):.2f}",
-                f"{min(root):.2f}",
-            ]
-        )
-    headings = ("requests", "cells", "over the best fixed policy", "least", "over `root`", "least")
-    return table(headings, lines) + command_of(*map(result, names))
 
 
 def accuracy() -> str:
@@ -270,7 +247,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "plan_check": predictions,
     "methods": sizes_of_trees,
     "load": many_requests,
-    "frontier": where_rows_cost,
     "accuracy": accuracy,
     "measured": measured,
     "tbt": partial(time_between_tokens, "tbt"),

@@ -4,11 +4,12 @@
     python -m benchmarks.pipeline.deployments --only V3 --json benchmarks/results/mixture.json
 
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
-draft on one more, with one request and with many, the 70B over each kind of link. Times of stages are
-those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft
-is as accurate as one that was recorded, and with one request also as a 1B is assumed to be. What a
-group takes is computed: its share of a pass, and the all-reduces of its layers, each of which is
-assumed to take two messages over the slowest link; GPUs that do not divide the heads form none.
+draft on one more, with one request and with many, the 70B over each kind of link. Times of stages
+are those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the
+draft is as accurate as one that was recorded, and with one request also as a 1B is assumed to be.
+What a group takes is computed: its share of a pass, and the all-reduces of its layers, each of
+which is assumed to take two messages over the slowest link; GPUs that do not divide the heads form
+none.
 
 Of the fixed methods, and of those of a group, all candidates are looked at briefly for each number
 of requests, and the two that are fastest then are simulated as long as the others. Intervals are of
