@@ -320,30 +320,28 @@ def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:
     share = np.ones(len(rows))
     if state.num_stages > 1:
         share = np.minimum(lost_by_waiting(state) * np.sqrt(fed / rows), 1.0)
-    gained = np.cumsum(offered.certain + drafts * share)
     now = np.interp(fed, rows, np.cumsum(offered.probabilities))
-    tokens = now + gained - np.interp(fed, rows, gained)
     one_each = min(state.requests, len(rows))
-    if state.num_stages > 1 and one_each > 1:
-        begin = min(fed, one_each)
-        known = np.interp(begin, rows, tokens)
-        below = _tokens_of_one_row_each(offered.probabilities[:one_each], begin, known)
-        tokens = np.concatenate((below, below[-1] + tokens[one_each:] - tokens[one_each - 1]))
+    if state.num_stages > 1 and fed <= one_each > 1:
+        share[:one_each] = _share_of_one_row_each(offered.probabilities[:one_each], fed, now)
+    gained = np.cumsum(offered.certain + drafts * share)
+    tokens = now + gained - np.interp(fed, rows, gained)
     return np.maximum(tokens, 1 / state.num_stages)
 
 
-def _tokens_of_one_row_each(probabilities: np.ndarray, fed: float, tokens: float) -> np.ndarray:
-    """Tokens per step of batches of 1, 2, ... rows, each of another request, where `fed` rows yield
-    `tokens`, `[rows]`.
+def _share_of_one_row_each(probabilities: np.ndarray, fed: float, tokens: float) -> np.ndarray:
+    """What the draft token of one row more yields of its probability, in batches of 1, 2, ... rows,
+    each of another request, where `fed` rows yield `tokens`, `[rows]`.
 
     More rows are then more batches of a request in the pipeline, of one row each. With a share *a*
     of hits among *m* of them, a row yields 1 / (a + (1 - a) m) tokens, and *m* grows with the rows
     *w*; so one row more yields dA / dw = a (A / w)^2, whatever *m* is.
     """
     rows = np.arange(1, len(probabilities) + 1)
-    fewer = np.cumsum(probabilities[1:] / (rows[1:] * rows[:-1]))
-    fewer = np.concatenate(([0.0], fewer))
-    return 1 / np.maximum(1 / tokens + np.interp(fed, rows, fewer) - fewer, TINY)
+    pairs = rows[1:] * rows[:-1]
+    fewer = np.concatenate(([0.0], np.cumsum(probabilities[1:] / pairs)))
+    found = 1 / np.maximum(1 / tokens + np.interp(fed, rows, fewer) - fewer, TINY)
+    return np.minimum(np.concatenate(([1.0], found[1:] * found[:-1] / pairs)), 1.0)
 
 
 def lost_by_waiting(state: PipelineState) -> float:
