@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Options that say where a result is written.
 WRITTEN = re.compile(r" --(?:json|plot) [^\s`]+")
 # Results of an earlier day are said to be of older code: those of this day and later are of at most
-# COMMITS commits ago, which `tests/unit/test_results.py` checks.
+# COMMITS commits of main ago, of which a merge is one, which `tests/unit/test_results.py` checks.
 OLDER, COMMITS = "2026-11-30", 200
 # The heading of a table's column, and the format of its cells.
 Column = tuple[str, str]

@@ -42,7 +42,7 @@ def test_result_is_of_a_clean_commit_of_this_history(file: Path) -> None:
     assert re.fullmatch("[0-9a-f]{7,40}", commit), f"{commit} is no clean commit; run it again"
     assert git("merge-base", commit, "HEAD").startswith(commit), f"{commit} is not in the history"
     if stored["date"][: len(OLDER)] >= OLDER:
-        ago = int(git("rev-list", "--count", f"{commit}..HEAD"))
+        ago = int(git("rev-list", "--count", "--first-parent", f"{commit}..HEAD"))
         assert ago <= COMMITS, f"it is {ago} commits old; run it again, or move OLDER"
 
 
