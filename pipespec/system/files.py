@@ -97,7 +97,10 @@ class TemporaryFolder:
             os.close(read)
 
     def close(self, patience_s: float) -> None:
-        """Release the folder, and remove it; children that hold it must have ended."""
+        """Release the folder, and remove it; children that hold it must have ended. Harmless when
+        called again."""
+        if self._remover.returncode is not None:
+            return
         os.close(self.hold)
         with suppress(subprocess.TimeoutExpired):
             self._remover.wait(patience_s)

@@ -43,5 +43,6 @@ def test_folder_is_removed_when_its_user_closes_it():
     made = TemporaryFolder("socket")
     assert made.folder.stat().st_mode & 0o777 == 0o700
     (made.folder / "socket").write_bytes(b"")
-    made.close(60)
-    assert not made.folder.exists()
+    for _ in range(2):
+        made.close(60)
+        assert not made.folder.exists()
