@@ -29,7 +29,8 @@ import sys
 def print_error(line: str) -> None:
     """Print a line to standard error; if that cannot be written, do nothing."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        # With its end in one piece: lines of several threads stay apart.
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)
     except OSError:
         # Python writes what is still buffered when it ends; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

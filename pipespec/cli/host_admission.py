@@ -51,7 +51,7 @@ class HostAdmission:
         # Hosts that came before the cluster began; None: it does not join.
         self._early: queue.SimpleQueue[tuple[HostSession, MeasuredHost | None]]
         self._early = queue.SimpleQueue()
-        self._with_it: set[str] = set()  # hosts with which the cluster begins
+        self._with_it: set[HostSession] = set()  # hosts with which the cluster begins
         self._cluster: ClusterSession | None = None
         self._begun = threading.Event()
         assert deployment.open_to is not None
@@ -81,7 +81,7 @@ class HostAdmission:
                 else:
                     found[session] = its_figures
         hosts = [(session.host, each) for session, each in found.items()]
-        self._with_it = {host.name for host, _ in hosts}
+        self._with_it = set(found)
         return with_hosts(deployment, hosts, problem)
 
     def begin(self, cluster: ClusterSession) -> None:
@@ -110,7 +110,7 @@ class HostAdmission:
             self._cluster.changes,
             self._patience_s,
             self._on_log,
-            joined=session.host.name in self._with_it,
+            joined=session in self._with_it,
         )
 
     def _measured(self, session: HostSession) -> MeasuredHost | None:

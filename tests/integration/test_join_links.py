@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import IO
+from unittest import mock
 
 import asyncssh
 import pytest
@@ -257,6 +258,42 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
             stack.enter_context(join(tokens.get(timeout=PATIENCE_S), name))
         thread.join(PATIENCE_S)
     assert [host.name for host in found[0].joined] == ["beta", "gamma"]
+
+
+def test_a_host_that_comes_again_under_its_name_joins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
+    )
+    attended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+
+    def look_after(session: HostSession, *_: object, joined: bool) -> None:
+        attended.put((session.host.name, joined))
+        session.dismiss("it was away", failed=True)
+
+    monkeypatch.setattr(host_admission, "look_after_host", look_after)
+    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
+
+    def on_log(name: str, sentence: str) -> None:
+        if name == "waiting":
+            tokens.put(Token.decode(sentence.split()[-1]))
+
+    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
+    made = host_admission.HostAdmission(
+        JoinOptions(hosts=2), replace(deployment, open_to=ADDRESS), on_log
+    )
+    with made.server:
+        thread = threading.Thread(
+            target=lambda: made.await_hosts(deployment, deployment.placement.problem)
+        )
+        thread.start()
+        with join(tokens.get(timeout=PATIENCE_S)):
+            thread.join(PATIENCE_S)
+            made.begin(mock.Mock())
+            assert attended.get(timeout=PATIENCE_S) == ("beta", True)
+        with join(Token.decode(made.server.invite(MINUTE))):
+            assert attended.get(timeout=PATIENCE_S) == ("beta", False)
 
 
 # --- programs ------------------------------------------------------------------------------------

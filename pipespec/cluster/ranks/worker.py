@@ -92,7 +92,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
             assignment = RankAssignment.decode(epoch.assignment)
             place = assignment.place_of(worker)
             say_place("spare" if place is None else f"rank {place[0]}")
-            log.info("epoch %d has %d ranks", number, len(assignment.workers))
+            log.info("epoch %d begins, for %d ranks", number, len(assignment.workers))
             if place is None:
                 continue
             rank, member = place

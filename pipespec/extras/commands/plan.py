@@ -266,8 +266,8 @@ def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
     said = [each.in_words() for each in found]
     said.append(
         "Rounds are timed on this machine, and so are stages without stage_ms, as many machines "
-        "like it. Assumed is what a close pair had, of another vocabulary the common share of it; "
-        "`pipespec bench --profile` measures. docs/drafts.md says how to make a draft."
+        "like it. A share that is assumed is that of a close pair, less where the vocabularies "
+        "differ; `pipespec bench --profile` measures it. docs/drafts.md says how to make a draft."
     )
     method = DecodingMethod("best_first", default_policy("best_first"), "auto")
     about = {"drafts": [asdict(each) for each in found]}

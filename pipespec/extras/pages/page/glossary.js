@@ -40,7 +40,7 @@ const GLOSSARY = {
     ["tokens per step", "Tokens after the first, per step after that of the first; 1 for a plain pipeline with one request. On the dashboard all tokens over all steps since the cluster started, in its chart those of four seconds.", ["tokens_per_step"], []],
     ["to the first token", "From the request to its first token (time to first token, TTFT).", ["ttft_ms"], ["time_to_first_token_seconds"]],
     ["between tokens", "Time between tokens after the first (time between tokens, TBT): mean, median, 99th percentile.", ["tbt_ms"], ["inter_token_latency_seconds"]],
-    ["median", "Half of all measured times are shorter; 90 % and 99 % of them than the next columns say.", [], []],
+    ["median", "Half of all measured times are shorter than this; 90 % and 99 % of them are shorter than what the next columns say.", [], []],
     ["step time", "How long a step lasted.", ["step_ms"], []],
     ["rows per step", "Rows scheduled per step.", ["rows_per_step"], []],
     ["control time", "What the controller costs a rank in a step.", ["control_ms_per_step"], []],
