@@ -189,7 +189,8 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     require_backend(deployment)
     memory.require_files(deployment)
     for _, info in deployment.models:
-        open_files(info.path).require_tokenizer()
+        if info.head is None:
+            open_files(info.path).require_tokenizer()
     # A prompt that is not read yet has a token at least.
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))

@@ -20,7 +20,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import COMMITTED, GRAMMAR, KIND, Batch, Request, Verdict
-from pipespec.head.in_flight import InFlight
+from pipespec.head.in_flight import MOST_IN_FLIGHT, InFlight
 from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
@@ -57,6 +57,8 @@ class HeadSettings:
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
         masks: follows the texts in their grammars.
         keep_learnt: keeps what was learnt of steps for the next run.
+        receive_features: takes what the last stage returns for a draft head with each verdict;
+            None: it returns nothing.
     """
 
     num_stages: int
@@ -66,6 +68,7 @@ class HeadSettings:
     compile_grammar: Compile | None = None
     masks: FairThread = field(default_factory=FairThread)
     keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
+    receive_features: Callable[[], None] | None = None
 
 
 class HeadLoop:
@@ -89,7 +92,8 @@ class HeadLoop:
         self.settings = settings
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        self.in_flight = InFlight(settings.num_stages)
+        most = 1 if scheduler.config.one_batch else MOST_IN_FLIGHT
+        self.in_flight = InFlight(settings.num_stages, most)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
@@ -263,6 +267,9 @@ class HeadLoop:
                 if progress.reason:
                     self.finish(progress.sequence, progress.reason)
         self._done.append(prune(0, self.receiver.num_received - 1))
+        if self.settings.receive_features is not None:
+            with self.timeline("features"):
+                self.settings.receive_features()
 
     def drop_cancelled(self) -> None:
         for sequence in self.admission.requests:

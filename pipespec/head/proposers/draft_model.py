@@ -101,10 +101,14 @@ class DraftModelProposer:
         self.texts.start(read.own)
 
     def accept_verdict(self, verdict: Verdict) -> None:
-        context = self._contexts[verdict.sequence]
         own, nodes = self.read[verdict.sequence].accept(verdict)
         # The tree may have dropped nodes that the draft still holds, and added them again.
         self.runner.apply([own], nodes)
+        self._learn(verdict)
+
+    def _learn(self, verdict: Verdict) -> None:
+        """Learn from a verdict how sure candidates are where tokens are drawn."""
+        context = self._contexts[verdict.sequence]
         for position in range(verdict.base, len(context.tokens)):
             for back, confidence in enumerate((self.confidence, *self._mask_confidence), 1):
                 if position >= back:
@@ -172,9 +176,7 @@ class DraftModelProposer:
             start += len(rows)
         if not start:
             return found
-        batch = Batch(0, np.concatenate(parts), kept_states=self.texts.take_unsent())
-        hidden = self.runner.compute(batch).hidden
-        assert hidden is not None and len(hidden) == start, "the draft lost a parent"
+        hidden = self._computed(np.concatenate(parts))
         if masks:
             self.runner.discard(np.concatenate(masks))
         # All sequences with foresight are ranked together, and so are all others, so that the host
@@ -193,6 +195,13 @@ class DraftModelProposer:
             if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
                 found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
         return found
+
+    def _computed(self, rows: np.ndarray) -> Tensor:
+        """The hidden states of the rows of a pass, `[rows, hidden]`."""
+        batch = Batch(0, rows, kept_states=self.texts.take_unsent())
+        hidden = self.runner.compute(batch).hidden
+        assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
+        return hidden
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
         """The request for the nodes that the draft can read."""
