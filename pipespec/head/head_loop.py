@@ -102,7 +102,8 @@ class HeadLoop:
         self._unlogged: list[tuple[int, Verdict]] = []
         self._kept_steps = 0  # of those learnt, how many are kept
         self._published: int | None = None  # when gauges and counters were published last
-        self._control_ns: dict[int, int] = {}  # the controller's time when each request began
+        # Time for the controller and for features, when each request began.
+        self._waited_ns: dict[int, tuple[int, int]] = {}
         # Requests whose grammars are being compiled, and their answers so far.
         self._compiling: list[tuple[Request, tuple[int, ...], Future[Matcher]]] = []
 
@@ -149,10 +150,14 @@ class HeadLoop:
         stops = self.settings.stop_check(request)
         if self.admission.idle:
             self.timeline.take()
-        self._control_ns[request.id] = self.timeline.totals["control"]
+        self._waited_ns[request.id] = self._waited
         sequence = self.admission.add(request, stops, self.timeline.clock(), answer, guide)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
+
+    @property
+    def _waited(self) -> tuple[int, int]:
+        return self.timeline.totals["control"], self.timeline.totals["features"]
 
     def start_compiled(self) -> None:
         """Start the requests whose grammars are compiled; if there is nothing else to do, wait for
@@ -284,10 +289,12 @@ class HeadLoop:
     def finish(self, sequence: Sequence, reason: str) -> None:
         self.log_accepted()
         request = sequence.request
-        control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
+        since = zip(self._waited, self._waited_ns.pop(request.id), strict=True)
+        control, features = (now - before for now, before in since)
         # The only report, if no stage knows the request.
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report: dict[str, Any] = {"rank": 0, "alone": alone, "control_ns": control}
+        report["features_ns"] = features
         # Those of the whole pipeline: use a trace with one request at a time.
         report |= {"events": [*self.timeline.events], "times": pack(self._rounds.measured())}
         report["overlap"] = self.scheduler.stats.overlap

@@ -73,54 +73,58 @@ def write_eagle3(
         "rms_norm_eps": 1e-6,
         "rope_theta": 500.0,
         "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
         **config,
     }
     (folder / "config.json").write_text(json.dumps(made))
     return folder
 
 
+# The names of an MTP layer's own modules in the layout of Qwen3-Next.
+_OF_QWEN = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+
+
 def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
-    """A target with an MTP layer in its checkpoint. The layer is one more of the target's kind."""
-    count = models.NUM_LAYERS
-    more: dict[str, Any] = {"num_hidden_layers": count + 1}
-    for name in ("layer_types", "mlp_layer_types"):
-        if name in models.CONFIGS[model_type]:
-            kind = "full_attention" if name == "layer_types" else "sparse"
-            more[name] = [*models.CONFIGS[model_type][name], kind]
-    models.build(model_type, folder, **more, **overrides)
-    raw = json.loads((folder / "config.json").read_text())
-    raw["num_hidden_layers"] = count
-    for name in ("layer_types", "mlp_layer_types"):
-        if raw.get(name) is not None:
-            raw[name] = raw[name][:count]
-    qwen = model_type == "qwen3_next"
-    if not qwen:
-        raw["num_nextn_predict_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(raw))
-    hidden = raw["hidden_size"]
-    file, own = folder / "model.safetensors", f"model.layers.{count}."
-    tensors = load_file(file)
-    extra = {
-        "enorm.weight": 1 - qwen + 0.2 * torch.randn(hidden),
-        "hnorm.weight": 1 - qwen + 0.2 * torch.randn(hidden),
-        "eh_proj.weight": 1.5 * torch.randn(hidden, 2 * hidden) / (2 * hidden) ** 0.5,
-        "shared_head.norm.weight": 1 - qwen + 0.2 * torch.randn(hidden),
+    """A target with an MTP layer in its checkpoint: one more layer of its kind. Beside it, in the
+    folder `whole`, that layer is one of the target's, as Transformers loads it."""
+    count, qwen = models.NUM_LAYERS, model_type == "qwen3_next"
+    kinds = {
+        name: [*models.CONFIGS[model_type][name], kind]
+        for name, kind in _KINDS.items()
+        if name in models.CONFIGS[model_type]
     }
-    if not qwen:
-        extra["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        extra["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    names = {
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "eh_proj": "fc",
-        "shared_head.norm": "norm",
-    }
-    found = {}
-    for name, tensor in {**tensors, **{own + name: each for name, each in extra.items()}}.items():
+    more = {"num_hidden_layers": count + 1, **kinds, **overrides}
+    models.build(model_type, folder / "whole", **more)
+    tensors = load_file(folder / "whole" / "model.safetensors")
+    own, raw = f"model.layers.{count}.", json.loads((folder / "whole" / "config.json").read_text())
+    hidden, found = raw["hidden_size"], dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
         inner = name.removeprefix(own)
-        if qwen and inner != name:
-            module = inner.removesuffix(".weight")
-            name = f"mtp.{names[module]}.weight" if module in names else f"mtp.layers.0.{inner}"
-        found[name] = tensor
-    save_file(found, file, {"format": "pt"})
+        found[f"mtp.layers.0.{inner}" if qwen and inner != name else name] = tensor
+    for name, of_qwen in _OF_QWEN.items():
+        weight = 1 - qwen + 0.2 * torch.randn(hidden)
+        if name == "eh_proj":
+            weight = 1.5 * torch.randn(hidden, 2 * hidden) / (2 * hidden) ** 0.5
+        found[f"mtp.{of_qwen}.weight" if qwen else f"{own}{name}.weight"] = weight
+    if not qwen:
+        found[own + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        found[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        raw["num_nextn_predict_layers"] = 1
+    raw["num_hidden_layers"] = count
+    raw |= {name: raw[name][:count] for name in _KINDS if raw.get(name) is not None}
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
+
+
+def mtp_tensor(folder: Path, name: str) -> torch.Tensor:
+    """The weight of a module that `write_mtp` has added to a layer."""
+    tensors = load_file(folder / "model.safetensors")
+    of_qwen = f"mtp.{_OF_QWEN[name]}.weight"
+    return tensors.get(of_qwen, tensors.get(f"model.layers.{models.NUM_LAYERS}.{name}.weight"))

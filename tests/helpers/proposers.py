@@ -43,7 +43,7 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     config = compose([*overrides, f"model.mid={mid}"]).proposer
     if config.needs_mid:
         overrides.append(f"model.mid={mid}")
-    if not config.needs_draft:
+    if not (config.needs_draft or config.needs_head):
         overrides.append("model.draft=null")
     return overrides
 

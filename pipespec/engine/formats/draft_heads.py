@@ -43,8 +43,9 @@ _OTHERS = {
     "pard_token": "a P-EAGLE head: it proposes several positions at once, and no tree",
     "speculators": "a head in the format of speculators: name the EAGLE-3 folder that it was made "
     "from",
+    "mtp": "MTP layers in a folder of their own: they are read from the target's checkpoint, "
+    "without model.draft",
 }
-_LIKE_EAGLE = "an EAGLE or EAGLE-2 head: it reads no layers of the target but the last"
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,21 @@ class HeadFolder(SafetensorsFolder):
         return read_tensors(self.path)
 
 
-def other_kind(raw: Mapping[str, Any], tensors: Collection[str]) -> str | None:
-    """What a folder holds instead of an EAGLE-3 head, and why it is not read; None: it is one."""
+def other_kind(raw: Mapping[str, Any]) -> str | None:
+    """What a folder with this config.json holds instead of an EAGLE-3 head, and why it is not read;
+    None: it may hold one."""
     named = raw.get("architectures")
     types = [raw.get("model_type"), *(named if isinstance(named, list) else ())]
-    text = " ".join([*map(str, types), *map(str, raw)]).lower()
-    for name, why in _OTHERS.items():
-        if name in text:
-            return why
+    text = " ".join([*map(str, types), *raw]).lower()
+    return next((why for name, why in _OTHERS.items() if name in text), None)
+
+
+def other_tensors(tensors: Collection[str]) -> str | None:
+    """The same by the names of its tensors."""
     if "fc.weight" not in tensors:
-        return "a model of its own, or a head of another kind: use it with proposer=draft_model"
+        return "a model, or a head of another kind: a model is used with proposer=draft_model"
     if not any(name.startswith("midlayer.") for name in tensors):
-        return _LIKE_EAGLE
+        return "an EAGLE or EAGLE-2 head: it reads the target's last layer alone"
     return None
 
 

@@ -24,6 +24,7 @@ from pipespec.engine.formats.draft_heads import (
     mtp_head,
     mtp_names,
     other_kind,
+    other_tensors,
 )
 from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 from pipespec.engine.formats.safetensors_headers import Tensor
@@ -47,8 +48,8 @@ def inspect_head(model: str | Path | None, target: CheckpointInfo) -> Checkpoint
     if model is None:
         return _mtp(target)
     files = HeadFolder(path := resolve(model))
-    raw, tensors = files.whole, files.present
-    if (why := other_kind(raw, tensors)) is not None:
+    raw = files.whole
+    if (why := other_kind(raw) or other_tensors(tensors := files.present)) is not None:
         raise ModelError(f"{path} holds {why}; {INSTEAD}")
     check_config(path, raw)
     layers, kind = raw.get("num_hidden_layers", 1), raw.get("model_type")
