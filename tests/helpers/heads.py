@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import models
@@ -128,3 +129,41 @@ def mtp_tensor(folder: Path, name: str) -> torch.Tensor:
     tensors = load_file(folder / "model.safetensors")
     of_qwen = f"mtp.{_OF_QWEN[name]}.weight"
     return tensors.get(of_qwen, tensors.get(f"model.layers.{models.NUM_LAYERS}.{name}.weight"))
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary embedding of rows `[rows, heads, size]` at the positions 0, 1, ..."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def eagle3(
+    w: dict[str, torch.Tensor], embedded: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """The states of an EAGLE-3 head's rows, each of which attends to those before it, in plain
+    torch: `before` is what it reads of the positions before them."""
+    count = len(before)
+    both = (
+        rms(embedded, w["midlayer.input_layernorm.weight"]),
+        rms(before, w["midlayer.hidden_norm.weight"]),
+    )
+    joined = torch.cat(both, -1)
+    q, k, v = (
+        (joined @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, -1, 16)
+        for name in "qkv"
+    )
+    q, k = rotated(q, 500.0), rotated(k, 500.0)
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / 4 + torch.ones(count, count).tril().log()
+    mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(count, -1)
+    x = before + mixed @ w["midlayer.self_attn.o_proj.weight"].T
+    y = rms(x, w["midlayer.post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (F.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T

@@ -31,6 +31,8 @@ TO_TARGET, IN_DRAFT = "d2t", "t2d"
 OWN_EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 # The field of config.json with the layers whose outputs the head reads.
 TAPS = "eagle_aux_hidden_state_layer_ids"
+# Fields of variants of EAGLE-3, and the values that are computed.
+_VARIANTS = {"norm_before_residual": False, "fc_norm": False, "norm_output": True}
 # The layers of the modules that are made for an EAGLE-3 head: one for the target's, and its own.
 EAGLE_LAYERS = 2
 # Why other heads are not read, by what names them: fields of config.json, and parts of their type
@@ -86,7 +88,9 @@ def other_kind(raw: Mapping[str, Any]) -> str | None:
     named = raw.get("architectures")
     types = [raw.get("model_type"), *(named if isinstance(named, list) else ())]
     text = " ".join([*map(str, types), *raw]).lower()
-    return next((why for name, why in _OTHERS.items() if name in text), None)
+    found = next((why for name, why in _OTHERS.items() if name in text), None)
+    other = next((name for name, usual in _VARIANTS.items() if raw.get(name, usual) != usual), None)
+    return found or (other and f"an EAGLE-3 head with {other}={raw[other]}, which is not computed")
 
 
 def other_tensors(tensors: Collection[str]) -> str | None:

@@ -129,8 +129,15 @@ class DraftModelProposer:
         for which no KV slot is free gets no candidates, and neither does a node that the draft
         cannot read.
         """
+        readable = [*map(self._readable, requests)]
+        found = self._answers(readable, children)
+        for i, (whole, read) in enumerate(zip(requests, readable, strict=True)):
+            if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
+                found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
+        return found
+
+    def _answers(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         nothing = Proposal.from_lists(NO_NODES, [])
-        asked, requests = requests, [*map(self._readable, requests)]
         missing = [
             self.read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
             for each in requests
@@ -191,9 +198,6 @@ class DraftModelProposer:
         for each in ready:
             if found[each.index] is None:  # there was no memory
                 found[each.index] = nothing
-        for i, (whole, read) in enumerate(zip(asked, requests, strict=True)):
-            if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
-                found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
         return found
 
     def _computed(self, rows: np.ndarray) -> Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -41,42 +40,6 @@ def computed(head: HeadSlice, features: Tensor) -> tuple[Tensor, Tensor]:
 # --- EAGLE-3 ---------------------------------------------------------------------------------
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def rotated(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of rows `[rows, heads, size]` at the positions 0, 1, ..."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def eagle3(w: dict[str, Tensor], embedded: Tensor, features: Tensor) -> Tensor:
-    """The states of one layer: rows attend to those before them."""
-    count = len(features)
-    before = features @ w["fc.weight"].T
-    both = (
-        rms(embedded, w["midlayer.input_layernorm.weight"]),
-        rms(before, w["midlayer.hidden_norm.weight"]),
-    )
-    joined = torch.cat(both, -1)
-    q, k, v = (
-        (joined @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(count, -1, 16)
-        for name in "qkv"
-    )
-    q, k = rotated(q, 500.0), rotated(k, 500.0)
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) / 4 + torch.ones(count, count).tril().log()
-    mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(count, -1)
-    x = before + mixed @ w["midlayer.self_attn.o_proj.weight"].T
-    y = rms(x, w["midlayer.post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (F.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
-
-
 @pytest.fixture(scope="module")
 def llama() -> Path:
     return models.shared("llama")
@@ -94,10 +57,10 @@ def test_eagle3_head_computes_what_its_layer_is(tmp_path, llama, draft_vocab_siz
     weights = load_file(folder / "model.safetensors")
     of_target = load_file(llama / "model.safetensors")
     table = weights.get("embed_tokens.weight", of_target["model.embed_tokens.weight"])
-    states = eagle3(weights, table[TEXT[1:]], features[:-1])
+    states = heads.eagle3(weights, table[TEXT[1:]], features[:-1] @ weights["fc.weight"].T)
     assert torch.allclose(below, states, atol=1e-4)
     output = weights.get("lm_head.weight", of_target["lm_head.weight"])
-    said = rms(states, weights["norm.weight"]) @ output.T
+    said = heads.rms(states, weights["norm.weight"]) @ output.T
     if draft_vocab_size is None:
         assert torch.allclose(logits, said, atol=1e-4)
         return
