@@ -57,8 +57,8 @@ class HeadSettings:
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
         masks: follows the texts in their grammars.
         keep_learnt: keeps what was learnt of steps for the next run.
-        receive_features: takes what the last stage returns for a draft head with each verdict;
-            None: it returns nothing.
+        receive_features: takes what the last stage returns for a draft head with each verdict, and
+            returns whether that was the last; None: it returns nothing.
     """
 
     num_stages: int
@@ -68,7 +68,7 @@ class HeadSettings:
     compile_grammar: Compile | None = None
     masks: FairThread = field(default_factory=FairThread)
     keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
-    receive_features: Callable[[], None] | None = None
+    receive_features: Callable[[], bool] | None = None
 
 
 class HeadLoop:
@@ -377,3 +377,6 @@ class HeadLoop:
         """Send the last batch."""
         self.submit_step()
         self.send(Batch(self.scheduler.step, stop=True))
+        receive = self.settings.receive_features
+        while receive is not None and not receive():
+            pass

@@ -265,7 +265,8 @@ class StageLoop:
             features, size = decided.hidden, self.runner.model.hidden_size
             if features is not None and features.shape[1] > size:
                 features = features[:, size:]
-            self.returns.send(Batch(computed.step, decided.rows, features))
+            back = Batch(computed.step, decided.rows, features, stop=computed.stop)
+            self.returns.send(back)
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):

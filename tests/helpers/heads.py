@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.helpers import models
 
@@ -20,7 +25,7 @@ def write_eagle3(
     draft_vocab_size: int | None = 61,
     seed: int = 0,
     own_embedding: bool = False,
-    taps: int = 3,
+    layers: Sequence[int] = (0, 1, 3),
     **config: Any,
 ) -> Path:
     """An EAGLE-3 head in the layout of SpecForge; `config`: of its config.json. With a
@@ -30,14 +35,14 @@ def write_eagle3(
     hidden, vocab_size = of_target["hidden_size"], of_target["vocab_size"]
     heads, kv_heads, size, inner = 4, 2, 16, 40
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
+    def matrix(rows: int, columns: int) -> Tensor:
         return 1.5 * torch.randn(rows, columns) / columns**0.5
 
-    def norm() -> torch.Tensor:
+    def norm() -> Tensor:
         return 1 + 0.2 * torch.randn(hidden)
 
     tensors = {
-        "fc.weight": matrix(hidden, taps * hidden),
+        "fc.weight": matrix(hidden, len(layers) * hidden),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
         "midlayer.post_attention_layernorm.weight": norm(),
@@ -74,7 +79,7 @@ def write_eagle3(
         "rms_norm_eps": 1e-6,
         "rope_theta": 500.0,
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*layers]},
         **config,
     }
     (folder / "config.json").write_text(json.dumps(made))
@@ -91,6 +96,20 @@ _OF_QWEN = {
 _KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
 
 
+def shared(target: Path) -> Path:
+    """The folder of an EAGLE-3 head for a target, made once for all processes of a run of the
+    suite."""
+    key = hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()[:16]
+    folder = models.SHARED / f"head-{key}"
+    if not folder.exists():
+        models.SHARED.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=models.SHARED) as place:
+            made = write_eagle3(Path(place) / "head", target)
+            with suppress(OSError):  # another process was faster
+                made.rename(folder)
+    return folder
+
+
 def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
     """A target with an MTP layer in its checkpoint: one more layer of its kind. Beside it, in the
     folder `whole`, that layer is one of the target's, as Transformers loads it."""
@@ -104,7 +123,7 @@ def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
     models.build(model_type, folder / "whole", **more)
     tensors = load_file(folder / "whole" / "model.safetensors")
     own, raw = f"model.layers.{count}.", json.loads((folder / "whole" / "config.json").read_text())
-    hidden, found = raw["hidden_size"], dict[str, torch.Tensor]()
+    hidden, found = raw["hidden_size"], dict[str, Tensor]()
     for name, tensor in tensors.items():
         inner = name.removeprefix(own)
         found[f"mtp.layers.0.{inner}" if qwen and inner != name else name] = tensor
@@ -124,18 +143,49 @@ def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def mtp_tensor(folder: Path, name: str) -> torch.Tensor:
+def mtp_tensor(folder: Path, name: str) -> Tensor:
     """The weight of a module that `write_mtp` has added to a layer."""
     tensors = load_file(folder / "model.safetensors")
     of_qwen = f"mtp.{_OF_QWEN[name]}.weight"
     return tensors.get(of_qwen, tensors.get(f"model.layers.{models.NUM_LAYERS}.{name}.weight"))
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def write_follower(folder: Path) -> tuple[Path, Path]:
+    """A target each token of which follows from the one before it, and an EAGLE-3 head that knows
+    that: the layers of both add nothing to an embedding that is a direction for each token."""
+    size = 64
+    target = models.build(
+        "llama", folder / "target", vocab_size=size, hidden_size=size, pad_token_id=None
+    )
+    tensors = load_file(target / "model.safetensors")
+    following = torch.roll(torch.eye(size), 7, 0)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+    tensors |= {"model.embed_tokens.weight": torch.eye(size), "lm_head.weight": 9 * following}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = write_eagle3(folder / "head", target, draft_vocab_size=size, num_key_value_heads=4)
+    own = load_file(head / "model.safetensors")
+    own["fc.weight"].zero_()
+    own["midlayer.mlp.down_proj.weight"].zero_()
+    # A row attends to the same token alone, and puts its embedding in place of what it has read.
+    same = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    instead = torch.cat((torch.eye(size), -torch.eye(size)), 1)
+    own |= {name: torch.ones(size) for name in own if "norm" in name}
+    own |= {f"midlayer.self_attn.{name}_proj.weight": 4 * same for name in "qk"}
+    own["midlayer.self_attn.v_proj.weight"] = 4 * instead
+    own |= {"midlayer.self_attn.o_proj.weight": torch.eye(size), "lm_head.weight": following}
+    save_file(own, head / "model.safetensors")
+    return target, head
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
+def rotated(x: Tensor, theta: float) -> Tensor:
     """Rotary embedding of rows `[rows, heads, size]` at the positions 0, 1, ..."""
     half = x.shape[-1] // 2
     angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
@@ -144,9 +194,7 @@ def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def eagle3(
-    w: dict[str, torch.Tensor], embedded: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
+def eagle3(w: dict[str, Tensor], embedded: Tensor, before: Tensor) -> Tensor:
     """The states of an EAGLE-3 head's rows, each of which attends to those before it, in plain
     torch: `before` is what it reads of the positions before them."""
     count = len(before)

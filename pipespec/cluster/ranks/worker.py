@@ -379,6 +379,8 @@ def _run_head(
         head.run_until_done()
 
 
-def _receive_features(returns: Transport, head: DraftHeadProposer) -> None:
-    """Take what the last stage returns with a verdict."""
-    head.add_features(returns.recv())
+def _receive_features(returns: Transport, head: DraftHeadProposer) -> bool:
+    """Take what the last stage returns with a verdict; whether it is the last."""
+    returned = returns.recv()
+    head.add_features(returned)
+    return returned.stop

@@ -82,7 +82,7 @@ def test_eagle3_head_computes_what_its_layer_is(tmp_path, llama, draft_vocab_siz
 )
 def test_layers_that_a_head_reads_are_those_of_its_config(tmp_path, config, taps):
     target = models.build("llama", tmp_path / "target", num_hidden_layers=7)
-    folder = heads.write_eagle3(tmp_path / "head", target, taps=len(taps), **config)
+    folder = heads.write_eagle3(tmp_path / "head", target, layers=taps, **config)
     info = inspect_head(folder, inspect(target))
     assert info.head is not None and info.head.taps == taps
 

@@ -55,10 +55,8 @@ class Target:
             read = [*tokens, *drafted[:more]]
             states = heads.eagle3(self.weights, self.table[read], before)
             before = torch.cat((before, states[-1:]))
-        logits = (
-            heads.rms(states[-1], self.weights["norm.weight"]) @ self.weights["lm_head.weight"].T
-        )
-        best = logits.topk(CHILDREN).indices
+        normed = heads.rms(states[-1], self.weights["norm.weight"])
+        best = (normed @ self.weights["lm_head.weight"].T).topk(CHILDREN).indices
         return (best + self.weights["d2t"][best]).tolist()
 
     def after(self, tokens: list[int], drafted: tuple[int, ...] = ()) -> list[int]:
