@@ -91,8 +91,9 @@ def test_head_that_knows_the_text_decodes_several_tokens_a_pass(tmp_path, redis)
 def test_texts_that_share_a_prefix_are_those_of_hugging_face(llama, redis):
     """One after another, so that the later ones find the text of the first in the cache: of a whole
     prompt, of a part, and of an answer."""
-    (first,) = cluster.reference(llama, [PROMPTS[1]], NUM_TOKENS)
-    prompts = [PROMPTS[1], PROMPTS[1], [*PROMPTS[1][:9], 50, 60], [*PROMPTS[1], *first, 4]]
+    long = [*range(3, 51)]
+    (first,) = cluster.reference(llama, [long], NUM_TOKENS)
+    prompts = [long, long, [*long[:40], 1, 2, 3], [*long, *first, 4]]
     deployment = deployed(llama, *ALWAYS, "scheduler.max_num_seqs=1", head=heads.shared(llama))
     asked = [{"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS} for prompt in prompts]
     found = cluster.decode(deployment, redis, asked)

@@ -170,8 +170,10 @@ def write_follower(folder: Path) -> tuple[Path, Path]:
     own = load_file(head / "model.safetensors")
     own["fc.weight"].zero_()
     own["midlayer.mlp.down_proj.weight"].zero_()
-    # A row attends to the same token alone, and puts its embedding in place of what it has read.
-    same = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    # A row attends to the same token alone, as those of others have other directions in each of
+    # four heads, and puts its embedding in place of what it has read.
+    directions = F.normalize(torch.randn(4, size // 4, size), dim=1).reshape(size, size)
+    same = torch.cat((directions, torch.zeros(size, size)), 1)
     instead = torch.cat((torch.eye(size), -torch.eye(size)), 1)
     own |= {name: torch.ones(size) for name in own if "norm" in name}
     own |= {f"midlayer.self_attn.{name}_proj.weight": 4 * same for name in "qk"}
