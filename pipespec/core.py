@@ -85,6 +85,8 @@ class Batch:
         kept_states: (sequence, tokens, number): layers with a running state keep that behind so
             many committed tokens of a sequence, in place of the state with this number.
         failed: sequences whose rows no stage computes any more, as one had no memory for them.
+        beside: whether other batches were in the pipeline when the head sent it, so that stages
+            compute at once.
         stop: ends the stage that receives it, after it has sent the batch on.
         sent_ns: when it was sent, on the sender's clock; only set where links add a delay.
     """
@@ -98,6 +100,7 @@ class Batch:
     retained_prefixes: tuple[tuple[int, int], ...] = ()
     kept_states: tuple[tuple[int, int, int], ...] = ()
     failed: tuple[int, ...] = ()
+    beside: bool = False
     stop: bool = False
     sent_ns: int = 0
 

@@ -312,6 +312,7 @@ class HeadLoop:
 
     def send(self, batch: Batch) -> None:
         self.send_draft_tokens(batch)
+        batch.beside = len(self.in_flight) > 0
         with self.timeline("send"):
             self.link.send(batch)
         self._done.append(transfer(0, batch.step))

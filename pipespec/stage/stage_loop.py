@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,8 +83,6 @@ class StageLoop:
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
         self.step = 0  # of the batch that is computed
         self._done: list[Task] = []
-        # Whether the batches before, which are in later stages now, had rows.
-        self._behind = deque[bool](maxlen=settings.num_stages - 1)
         self._times = times or RowTimes()
         self._usual_ms = Ema()  # of a batch with rows
         self._published_ns = timeline.clock()  # when measurements were published last
@@ -202,8 +200,7 @@ class StageLoop:
         time of a step (`StepClock`) covers both."""
         # A verdict that has not arrived may free the slots that the batch needs.
         self.apply_verdicts_until(batch, lambda: len(batch) <= self.runner.slots.num_free)
-        self.settings.share_cores(any(self._behind))
-        self._behind.append(len(batch) > 0)
+        self.settings.share_cores(batch.beside)
         start = self.timeline.clock()
         self._counts["steps"] += bool(self._sequences)
         with self.timeline("compute"):

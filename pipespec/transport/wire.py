@@ -36,7 +36,7 @@ _TOKEN = slice(11, 13)
 _COLUMNS, _BYTES = 13, 14
 _HEADER = 15
 _START = 7  # integers before the params of a sequence start
-_STOP = 1
+_STOP, _BESIDE = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
 
@@ -106,7 +106,7 @@ class Wire:
         whole = message.numpy()
         whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
         ints = whole[:start].view(np.int64)
-        flags = _STOP * batch.stop
+        flags = _STOP * batch.stop | _BESIDE * batch.beside
         leave = len(batch.finished), len(batch.preempted), len(batch.failed)
         keep = len(batch.retained_prefixes), len(batch.kept_states)
         sent = len(started) // _INT, batch.sent_ns, *self.token, columns, size
@@ -165,6 +165,7 @@ class Wire:
             failed=tuple(leaving_numbers[present:]),
             retained_prefixes=tuple((sequence, tokens) for sequence, tokens in prefixes),
             kept_states=tuple((sequence, tokens, number) for sequence, tokens, number in states),
+            beside=bool(ints[_FLAGS] & _BESIDE),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )

@@ -6,10 +6,12 @@ import os
 import queue
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -25,6 +27,7 @@ from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.cluster.recovery import cluster_state
 from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
+from pipespec.config.hosts import Host
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
@@ -450,6 +453,18 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
         until(lambda: renewed(shared, wider.everyone) and recovery.state.complete)
         assert recovery.state.faults == ()
     assert "recoveries" not in shared.totals()
+
+
+def test_no_epoch_begins_for_a_host_that_has_gone_and_had_no_rank_any_more(life: Life) -> None:
+    shared, begun = life.worker(), threading.Event()
+    with recovery_of(life) as recovery:
+        recovery.watch(Processes())
+        first = recovery.state.epoch
+        same = replace(ASSIGNMENT, joined=(Host("n", "10.0.0.2", "local"),))
+        recovery.change(LayoutChange(same, "another has gone", begun.set))
+        until(lambda: renewed(shared) and begun.is_set())
+        until(lambda: renewed(shared) and recovery.state.assignment == same)
+        assert recovery.state.epoch == first
 
 
 def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -> None:

@@ -26,6 +26,11 @@ class RankAssignment:
     others: tuple[str, ...] = field(default=(), compare=False)
 
     @property
+    def ranks(self) -> tuple[object, ...]:
+        """What an epoch is of: who computes which layers."""
+        return self.workers, self.layers, self.followers
+
+    @property
     def everyone(self) -> tuple[str, ...]:
         """All workers of the epoch, those that hold ranks first."""
         return (*self.workers, *(worker for each in self.followers for worker in each))

@@ -102,8 +102,9 @@ class Recovery:
         self._thread.start()
 
     def change(self, change: LayoutChange) -> None:
-        """Begin an epoch with another assignment as soon as all of its workers live. It takes the
-        place of a change that has not begun."""
+        """Go on with another assignment, in an epoch of its own if other workers have ranks or
+        layers, as soon as all of its workers live. It takes the place of a change that has not
+        begun."""
         self._orders.put(partial(self._set_change, change))
 
     def drop_change(self) -> None:
@@ -251,13 +252,14 @@ class Recovery:
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
         log.info("epoch %d: %s", self.state.epoch, change.reason)
         before, self._assignment = self._assignment, change.assignment
-        try:
-            self._begin_epoch(shared)
-        except Unreachable:  # it is made once Redis is back
-            self._assignment = before
-            raise
+        if change.assignment.ranks != before.ranks:  # else a host has gone that had none any more
+            try:
+                self._begin_epoch(shared)
+            except Unreachable:  # it is made once Redis is back
+                self._assignment = before
+                raise
         self._change = None
-        self.state = replace(self.state, away=frozenset())
+        self.state = replace(self.state, away=frozenset(), assignment=self._assignment)
         change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:

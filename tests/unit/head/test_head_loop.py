@@ -162,6 +162,7 @@ def test_head_decides_how_many_batches_are_in_flight(
     loop.run_until_done()
     assert controller.accepted == {0: TEXT[1:]}
     assert max(counts) == most
+    assert any(batch.beside for batch in link.sent if len(batch)) == (most > 1)
     assert policy != Root() or len(link.sent) == len(TEXT) + 1, "no empty batch but the last"
 
 

@@ -126,14 +126,15 @@ def test_batches_are_sent_on_as_they_arrive(first):
         assert steps[kind] == [0, 1, 2]
 
 
-def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
+def test_stages_share_cores_while_other_batches_are_in_the_pipeline(first):
     told: list[bool] = []
-    level = guesses(2, (A, TIP, 5, 3), (B, TIP, 6, 3))
-    link = StoryLink(1, [prompt(0), Batch(1), level, Batch(3, stop=True)])
+    level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
+    level.beside = True
+    link = StoryLink(1, [prompt(0), level, Batch(2, stop=True)])
     runner = SliceRunner(first, NUM_SLOTS)
     loop_of(runner, link, StoryController(), share_cores=told.append).run_until_stop()
-    rows = [3, 0, 2, 0]  # of the batches
-    assert told == [False, *(before > 0 for before in rows[:-1])]
+    assert told == [False, True, False]
+    assert [batch.beside for batch in link.sent] == told, "later stages are told the same"
 
 
 def test_pruned_rows_are_not_sent_on(first):

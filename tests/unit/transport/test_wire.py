@@ -40,7 +40,7 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 
 
 def assert_same(got: Batch, sent: Batch) -> None:
-    assert (got.step, got.stop) == (sent.step, sent.stop)
+    assert (got.step, got.beside, got.stop) == (sent.step, sent.beside, sent.stop)
     assert (got.finished, got.preempted) == (sent.finished, sent.preempted)
     assert got.failed == sent.failed
     assert (got.retained_prefixes, got.started) == (sent.retained_prefixes, sent.started)
@@ -68,14 +68,16 @@ def assert_same(got: Batch, sent: Batch) -> None:
     opened=st.lists(
         st.builds(SequenceStart, *[int64s] * 4, st.binary(max_size=99), int64s, int64s), max_size=5
     ),
+    beside=st.booleans(),
     stop=st.booleans(),
 )
 def test_a_batch_comes_back_as_it_was_sent(
-    epoch, step, values, dtype, released, preempted, failed, kept, states, opened, stop
+    epoch, step, values, dtype, released, preempted, failed, kept, states, opened, beside, stop
 ):
     rows = np.array(values, np.int64).reshape(len(values), NUM_COLUMNS)
     hidden = None if dtype is None else torch.randn(len(values), HIDDEN).to(dtype)
-    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, states, failed, stop)
+    leaving = tuple(opened), released, preempted, kept, states, failed
+    sent = Batch(step, rows, hidden, *leaving, beside, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
     assert message.dtype == torch.uint8
