@@ -12,9 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -27,6 +30,8 @@ from pipespec.system.result_cache import cached_call
 SIZES = (1, 16)
 # Weights that fit into caches are read fast in any order.
 LEAST_BYTES = 64 << 20
+# The same of one matrix, whose blocks of so many columns have a scale each.
+LEAST_ROUNDED, BLOCK = 1 << 20, 32
 # Only what is so many times as fast is worth another way than the first; ggml's rows do not depend
 # on their batch, so it may be as much slower.
 CLEARLY = 1.05
@@ -126,6 +131,20 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     for layer in own if fastest == PACKED else layers if fastest != USUAL else ():
         OtherLinear.become(layer, fastest)
     return fastest
+
+
+def use_eight_bits(model: nn.Module) -> None:
+    """Let the linear layers of a draft that do not fit into caches multiply by weights rounded to 8
+    bits, if ggml is there: a pass reads all of them, and rounding costs some accuracy alone."""
+    found = library.load()
+    for each in filter(_is_plain, model.modules() if found is not None else ()):
+        if each.weight.nbytes >= LEAST_ROUNDED and not each.in_features % BLOCK:
+            assert found is not None
+            blocks = quantize(each.weight.detach().float().numpy(), GGMLQuantizationType.Q8_0)
+            stored = compute.laid_out(found, "Q8_0", blocks, tuple(each.weight.shape))
+            each.__class__ = OtherLinear
+            each.product = partial(multiplied, stored)
+            del each.weight
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

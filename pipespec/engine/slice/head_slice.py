@@ -29,6 +29,7 @@ from pipespec.engine.formats.rotary import fix_frequencies, reach
 from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.formats.stored import LazyTensor
+from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice.loading import sliced_class
 from pipespec.engine.slice.model_slice import ModelSlice
@@ -155,6 +156,8 @@ def load_head(
     with alone():
         model, loaded = make(head, own.config(), known, device, dtype)
     require_all(path, loaded)
+    if device.type == "cpu":
+        cpu_products.use_eight_bits(model)
     most, _ = reach(model.config)
     fix_frequencies(model, min(context or most, most))
     return HeadSlice(model, head, embedding, place, num_slots, attention, kv_dtype=kv_dtype)
