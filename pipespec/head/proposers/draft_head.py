@@ -43,6 +43,9 @@ if TYPE_CHECKING:  # the runner imports models, which reading settings does not 
     from pipespec.engine.slice.head_slice import HeadSlice
     from pipespec.engine.slice.runner import SliceRunner
 
+# Rows of decided text that a draft round reads at most, beside nodes.
+MOST_READ = 16
+
 
 @dataclass(frozen=True)
 class DraftHeadConfig(ProposerConfig):
@@ -164,17 +167,18 @@ class DraftHeadProposer(DraftModelProposer):
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         """See `DraftModelProposer`. While features of a prompt are to come, it is read as far as
-        they reach."""
+        they reach; and a pass that reads many of them proposes nothing, as its time would count as
+        that of a draft round."""
         texts = [self._text(each.context.sequence) for each in requests]
         for text in texts:
             text.read_new()
+        reads = [text.awaits_features or len(text.before) > MOST_READ for text in texts]
         found = super().propose(requests, children)
-        return [
-            None if text.awaits_features else each for text, each in zip(texts, found, strict=True)
-        ]
+        return [None if some else each for some, each in zip(reads, found, strict=True)]
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
-        if self._text(request.context.sequence).has_root:
+        text = self._text(request.context.sequence)
+        if text.has_root and len(text.before) <= MOST_READ:
             return request
         return request.select(np.zeros(len(request.nodes), bool))
 

@@ -139,7 +139,7 @@ def test_prompt_is_read_as_far_as_its_features_reach(proposer, target):
     assert asked.propose(CHILDREN) is None and asked.propose(CHILDREN) is None
     assert proposer.runner.length(0) == 20
     deliver(asked, target, 20, 39)
-    assert asked.propose(CHILDREN) is None  # the chunk is smaller
+    assert asked.propose(CHILDREN) is None  # the chunk is smaller, and has no room for candidates
     assert best(asked.propose(CHILDREN)) == target.after(text)
 
 
