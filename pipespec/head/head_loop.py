@@ -20,7 +20,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import COMMITTED, GRAMMAR, KIND, Batch, Request, Verdict
-from pipespec.head.in_flight import MOST_IN_FLIGHT, InFlight
+from pipespec.head.in_flight import InFlight
 from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
@@ -92,7 +92,7 @@ class HeadLoop:
         self.settings = settings
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        most = 1 if scheduler.config.one_batch else MOST_IN_FLIGHT
+        most = 1 if scheduler.config.one_batch else None
         self.in_flight = InFlight(settings.num_stages, most)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
