@@ -55,11 +55,6 @@ def decide(
         name, place = quantization_of(kind), elsewhere.get(kind, model)
         if kind == "draft" and has_head:
             models[kind] = inspect_head(place, models["target"])
-            if config.model.draft_quantization is not None:
-                raise ConfigError(
-                    "model.draft_quantization is for draft models, not for heads; leave "
-                    "model.draft_quantization out."
-                )
         else:
             models[kind] = inspect(place, fit=False)
         models[kind].check_quantization(f"model.{name}", getattr(config.model, name))
