@@ -20,10 +20,14 @@ class LinkKind:
 class Transport(Protocol):
     """One rank's two links: batches come from `rank - 1` and go to `rank + 1`. Rank 0 only sends,
     the last rank only receives. The sender may change its tensors as soon as `send` has
-    returned. `returns`, if any, leads from the last rank back to rank 0, and ends with them."""
+    returned."""
 
     rank: int
-    returns: Transport | None
+
+    @property
+    def returns(self) -> Transport | None:
+        """The link from the last rank back to rank 0, at these two, which ends with the others;
+        None: there is none."""
 
     def send(self, batch: Batch) -> None:
         """Start sending to the next rank, once the link has room. A stop batch, the last one of a

@@ -73,16 +73,15 @@ WAYS: dict[str, Callable[[Tensor], Product]] = {
 
 
 class OtherLinear(nn.Linear):
-    """A linear layer that computes in one of WAYS."""
+    """A linear layer that computes in another way."""
 
     product: Product
 
     @classmethod
-    def become(cls, layer: nn.Linear, way: str) -> None:
-        """Turn a plain linear layer into one of these; packed weights are all that is left of
-        it."""
-        product = WAYS[way](layer.weight)
-        if way == PACKED:
+    def become(cls, layer: nn.Linear, product: Product, *, keeps: bool) -> None:
+        """Turn a plain linear layer into one of these, which keeps its weights, or the product
+        alone."""
+        if not keeps:
             del layer.weight
         layer.__class__ = cls
         setattr(layer, "product", product)  # noqa: B010 - unknown to its first class
@@ -129,7 +128,7 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     }
     fastest = cached_call("products", Fastest, depends, measured, some, ways).way
     for layer in own if fastest == PACKED else layers if fastest != USUAL else ():
-        OtherLinear.become(layer, fastest)
+        OtherLinear.become(layer, WAYS[fastest](layer.weight), keeps=fastest != PACKED)
     return fastest
 
 
@@ -141,10 +140,9 @@ def use_eight_bits(model: nn.Module) -> None:
         if each.weight.nbytes >= LEAST_ROUNDED and not each.in_features % BLOCK:
             assert found is not None
             blocks = quantize(each.weight.detach().float().numpy(), GGMLQuantizationType.Q8_0)
-            stored = compute.laid_out(found, "Q8_0", blocks, tuple(each.weight.shape))
-            each.__class__ = OtherLinear
-            each.product = partial(multiplied, stored)
-            del each.weight
+            shape = each.out_features, each.in_features
+            stored = compute.laid_out(found, "Q8_0", blocks, shape)
+            OtherLinear.become(each, partial(multiplied, stored), keeps=False)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

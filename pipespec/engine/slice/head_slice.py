@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention import hook, select
-from pipespec.engine.checkpoint.building import alone, build, require_all
+from pipespec.engine.checkpoint.building import alone, build, require_all, without_numbers
 from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.partial_checkpoint import require_parts
 from pipespec.engine.formats.draft_heads import (
@@ -28,7 +28,6 @@ from pipespec.engine.formats.draft_heads import (
 from pipespec.engine.formats.rotary import fix_frequencies, reach
 from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER
-from pipespec.engine.formats.stored import LazyTensor
 from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice.loading import sliced_class
@@ -170,10 +169,7 @@ def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]
     headers = files.headers()
     shapes = {name: headers[of].shape for of, name in parameters(head, files).items()}
     shapes = {OUTPUT: output, **shapes}
-    known = {
-        name: LazyTensor(shape, "F32", lambda _, shape=shape: torch.empty(shape, device=device))
-        for name, shape in shapes.items()
-    }
+    known = {name: without_numbers(shape) for name, shape in shapes.items()}
     own = files if head.kind == EAGLE3 else open_files(target)
     config = own.config()
     with alone():
