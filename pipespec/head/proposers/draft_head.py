@@ -182,6 +182,11 @@ class DraftHeadProposer(DraftModelProposer):
             return request
         return request.select(np.zeros(len(request.nodes), bool))
 
+    def _missing(self, sequence: int) -> np.ndarray:
+        rows = super()._missing(sequence)
+        # The last token is computed in the pass that proposes what may follow it.
+        return rows[:-1] if len(rows) > MOST_READ else rows
+
     def _computed(self, rows: np.ndarray) -> Tensor:
         import torch
 

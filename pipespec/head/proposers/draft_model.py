@@ -138,10 +138,7 @@ class DraftModelProposer:
 
     def _answers(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         nothing = Proposal.from_lists(NO_NODES, [])
-        missing = [
-            self.read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
-            for each in requests
-        ]
+        missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
         self.texts.make_room(wanted)
@@ -206,6 +203,10 @@ class DraftModelProposer:
         hidden = self.runner.compute(batch).hidden
         assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
         return hidden
+
+    def _missing(self, sequence: int) -> np.ndarray:
+        """The rows of decided text to compute before nodes, `[k, 6]`."""
+        return self.read[sequence].own.rows(self.runner.length(sequence))
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
         """The request for the nodes that the draft can read."""

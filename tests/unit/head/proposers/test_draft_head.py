@@ -143,6 +143,15 @@ def test_prompt_is_read_as_far_as_its_features_reach(proposer, target):
     assert best(asked.propose(CHILDREN)) == target.after(text)
 
 
+def test_prompt_that_one_pass_reads_is_drafted_in_the_next(proposer, target):
+    proposer.chunk = 64
+    text = [*range(20, 60)]
+    asked = Drafted.start(proposer, text)
+    deliver(asked, target, 0, 39)
+    assert asked.propose(CHILDREN) is None and proposer.runner.length(0) == 38
+    assert best(asked.propose(CHILDREN)) == target.after(text)
+
+
 def test_many_texts_are_drafted_in_one_pass_as_each_alone(proposer, target):
     texts = [TEXT, TEXT[::-1], TEXT[:3]]
     asked = [Drafted.start(proposer, text, number) for number, text in enumerate(texts)]
