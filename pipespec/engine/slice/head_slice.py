@@ -61,7 +61,9 @@ class HeadSlice(ModelSlice):
     ):
         """`embedding`: of the target's tokens, `[vocab, hidden]`; `place`: of each of them among
         the head's own, -1: it has none, `[vocab]`; None: both have the same."""
-        self.embedding, self.place = embedding, place
+        self.embedding = embedding
+        self._place = None if place is None else place.clamp(min=0)
+        self._lacking = None if place is None else place < 0
         self.eagle = head.kind == EAGLE3
         base = model.base_model
         self.norm, base.norm = base.norm, nn.Identity()
@@ -101,10 +103,9 @@ class HeadSlice(ModelSlice):
 
     def head(self, hidden: Tensor) -> Tensor:
         logits = super().head(self.norm(hidden))
-        if self.place is None:
+        if self._place is None or self._lacking is None:
             return logits
-        found = logits.index_select(1, self.place.clamp(min=0))
-        return found.masked_fill(self.place < 0, -torch.inf)
+        return logits.index_select(1, self._place).masked_fill_(self._lacking, -torch.inf)
 
 
 class _JoinedNorm(nn.Module):
