@@ -1,108 +1,100 @@
 """Make a small independent draft for a target, from the target's own answers.
 
     python -m tools.distill_draft --target TARGET --text CORPUS --out DRAFT --layers 4
-    python -m tools.distill_draft --target TARGET --text CORPUS --out DRAFT --layers 4 --halve
+    python -m tools.distill_draft --target TARGET --answers FOLDER --out DRAFT --layers 4 --halve
 
 The draft has the target's architecture with fewer layers, and with `--halve` half its widths. With
 the target's widths it begins as so many of its layers, from the first to the last; with half of
 them, at random. It learns the target's distribution (KL divergence, later also its greedy choice)
-on `--text`, a folder of text files, and on the target's own continuations of beginnings of it.
-`--target` is a folder or a hub id, `--tokens` the budget. A run that was killed continues in
-`--folder`. At every checkpoint the draft is measured on text that the target wrote and that it does
-not learn from; the curve goes into `accuracy.json` of the draft and its model card.
+on the target's own text: on answers that `pipespec serve` has kept, `--answers`, or on the target's
+continuations of beginnings of `--text`, a folder of text files, on which it learns too. `--target`
+is a folder or a hub id, `--tokens` the budget. A run that was killed continues in `--folder`. At
+every checkpoint the draft is measured on text that the target wrote and that it does not learn
+from, of kept answers the newest; the curve goes into `accuracy.json` of the draft and its model
+card. At the end `pipespec plan --drafts` says what it would gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tools.distilling import OwnText, kept_layers, read_text, student_of, to_learn_from
-from tools.training import Budget, Mix, console, key_of, model_folder, train, written
+from pipespec.cli.main import main as pipespec
+from pipespec.client.model_info import full_name
+from tools.distilling import (
+    BEGINNING,
+    Text,
+    kept_answers,
+    kept_layers,
+    kl_loss,
+    model_folder,
+    own_text,
+    read_text,
+    student_of,
+    suffix_ranks,
+)
+from tools.training import Budget, Mix, console, key_of, optimizers_for, train, written
 
 TOP_KS = (1, 4, 16)
-# Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
-BEGINNING, MEASURED_ROWS, ROWS_AT_ONCE = 64, 32, 64
+# Texts on which it is measured: of its own, and of kept answers the newest, such a share of them.
+MEASURED_ROWS, MEASURED_SHARE = 32, 0.1
 
 
 @torch.inference_mode()
-def accuracy(target: PreTrainedModel, draft: PreTrainedModel, texts: np.ndarray) -> list[float]:
-    """How often the target's greedy token is among the draft's k best, for each of TOP_KS, behind
-    the beginnings of texts `[rows, tokens]`."""
-    hits, count = np.zeros(len(TOP_KS), np.int64), 0
-    for ids in torch.from_numpy(texts.astype(np.int64)).split(8):
-        ids = ids.to(target.device)
+def draft_ranks(
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text]
+) -> np.ndarray:
+    """The rank of the target's greedy token for the draft, from 1, where texts are the target's
+    own."""
+    ranks = []
+    for text in texts:
+        ids = torch.from_numpy(text.ids.astype(np.int64))[None].to(target.device)
         wanted, logits = (
-            model(input_ids=ids, use_cache=False).logits[:, BEGINNING - 1 : -1]
+            model(input_ids=ids, use_cache=False).logits[0, text.begin - 1 : -1]
             for model in (target, draft)
         )
         score = logits.gather(-1, wanted.argmax(-1, keepdim=True))
-        rank = (logits > score).sum(-1)
-        hits += [int((rank < k).sum()) for k in TOP_KS]
-        count += rank.numel()
-    return (hits / count).tolist()
+        ranks.append((logits > score).sum(-1).cpu().numpy() + 1)
+    return np.concatenate(ranks)
 
 
-class Curve:
-    """Accuracy by tokens learnt from, kept in a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows: dict[int, list[float]] = {}
-        if path.exists():
-            held = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
-            self.rows = {each["tokens"]: each["top"] for each in held}
-
-    def add(self, tokens: int, shares: list[float]) -> None:
-        self.rows[tokens] = shares
-        values = [{"tokens": n, "top": self.rows[n]} for n in sorted(self.rows)]
-        text = json.dumps({"top_ks": TOP_KS, "accuracy": values}, indent=2) + "\n"
-        written(self.path, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-    def table(self) -> str:
-        """As Markdown."""
-        lines = [
-            f"| {tokens / 1e6:.2f} M | " + " | ".join(f"{share:.3f}" for share in self.rows[tokens])
-            for tokens in sorted(self.rows)
-        ]
-        head = " | ".join(f"top-{k}" for k in TOP_KS)
-        return "\n".join(
-            [f"| tokens | {head} |", "|---" * (len(TOP_KS) + 1) + "|", *(f"{x} |" for x in lines)]
-        )
+def points(ranks: np.ndarray) -> list[str]:
+    """How often the token is among the k best, as `pipespec plan` takes a curve: it begins above 0,
+    and no rank is likelier than those before it, which by chance it may be."""
+    hits = np.bincount(np.minimum(ranks, TOP_KS[-1] + 1), minlength=TOP_KS[-1] + 2)[1:-1]
+    shares = np.maximum(np.sort(hits)[::-1].cumsum() / len(ranks), 1e-3)
+    return [f"{k}:{share:.6f}" for k, share in enumerate(shares.tolist(), 1)]
 
 
-def findings(tokens: int, shares: list[float]) -> str:
-    """A measurement in words, one sentence a line."""
-    return "\n".join(
-        f"After {tokens / 1e6:.2f} M tokens the target's greedy token is "
-        f"{'the best' if k == 1 else f'among the {k} best'} of the draft in {100 * share:.1f} % "
-        "of places."
-        for k, share in zip(TOP_KS, shares, strict=True)
-    )
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracy by tokens learnt from, as Markdown."""
+    lines = [
+        f"| tokens | {' | '.join(f'top-{k}' for k in TOP_KS)} |",
+        "|---" * (1 + len(TOP_KS)) + "|",
+    ]
+    for row in rows:
+        shares = " | ".join(f"{share:.3f}" for share in row["top"])
+        lines.append(f"| {row['tokens'] / 1e6:.2f} M | {shares} |")
+    return "\n".join(lines)
 
 
-def conclusion(args: argparse.Namespace, shares: list[float]) -> str:
-    """The draft's folder and the next steps, one sentence a line."""
-    points = ",".join(f"{k}:{share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
-    return (
-        f"The draft is in {args.out}.\n"
-        f"To decode with it: pipespec generate model.target={args.target} model.draft={args.out}\n"
-        f"To predict what it gains: pipespec plan curve={points}"
-    )
+def store(path: Path, values: dict[str, Any]) -> None:
+    text = json.dumps(values, indent=2) + "\n"
+    written(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def card(draft: PreTrainedModel, budget: Budget, curve: Curve, args: argparse.Namespace) -> str:
+def card(
+    draft: PreTrainedModel, budget: Budget, rows: Sequence[dict[str, Any]], args: argparse.Namespace
+) -> str:
     config, widths = draft.config, "half its widths" if args.halve else "its widths"
     return f"""---
 library_name: transformers
@@ -116,9 +108,9 @@ A draft for {Path(args.target).name}: {config.num_hidden_layers} layers, {widths
 {budget.steps * budget.batch_tokens / 1e6:.1f} M tokens.
 
 How often the target's greedy token is among the best k of the draft, along text that the target
-writes itself and that the draft did not learn from:
+has written itself and that the draft did not learn from:
 
-{curve.table()}
+{table(rows)}
 """
 
 
@@ -127,7 +119,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
+    parser.add_argument("--text", type=Path, help="folder of *.txt")
+    parser.add_argument("--answers", type=Path, help="folder of answers that a server has kept")
     parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
     parser.add_argument("--folder", type=Path, help="for checkpoints (.training/NAME of --out)")
     parser.add_argument("--layers", type=int, required=True)
@@ -141,7 +134,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=20, help="steps (20)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.text is None and args.answers is None:
+        parser.error("give --text, --answers or both, to learn from")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -156,48 +152,70 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     draft = student_of(target, layers, halve=args.halve).to(args.device)
 
-    streams = read_text(args.text, tokenizer, 1 + max(BEGINNING, args.length))
-    mix = Mix.of(streams, [1.0] * len(streams))
-    own = OwnText(args.own_rows, BEGINNING, args.length, ROWS_AT_ONCE, args.seed)
-    learnt = own.pieces(target, mix, args.folder, str(folder))
-    (args.folder / "measured").mkdir(exist_ok=True)
-    unseen = replace(own, rows=MEASURED_ROWS, seed=args.seed + 1)
-    texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured", str(folder)))
-    mix = mix.plus(np.concatenate([piece.flatten() for piece in learnt]), args.own_share)
+    window = 1 + max(BEGINNING, args.length)
+    text = [] if args.text is None else [read_text(args.text, tokenizer, window)]
+    mix = Mix.of(text, [1.0] * len(text))
+    if args.answers is None:
+        learnt, texts = (
+            own_text(target, mix, rows, args.length, seed, args.folder, str(folder))
+            for rows, seed in ((args.own_rows, args.seed), (MEASURED_ROWS, args.seed + 1))
+        )
+    else:
+        copy = args.folder / "answers"  # as a server goes on writing
+        if not copy.exists():
+            shutil.copytree(args.answers, copy)
+        kept = kept_answers(copy, full_name(args.target))
+        measured = max(1, int(MEASURED_SHARE * len(kept)))
+        learnt, texts = kept[:-measured], kept[-measured:][-MEASURED_ROWS:]
+    own = np.concatenate([each.ids for each in learnt])
+    if len(own) <= window:
+        raise SystemExit(
+            f"The answers have {len(own)} tokens, of which more than {window} are needed."
+        )
+    mix = mix.plus(own, args.own_share if text else 1.0)
 
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
-    curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
+    path = args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["accuracy"] if path.exists() else []
+
+    def loss_of(step: int) -> Tensor:
+        ids = budget.batch("draft", mix, step).to(args.device)
+        return kl_loss(target, draft, ids, step / budget.steps)
 
     def measure(step: int) -> None:
-        shares = accuracy(target, draft, texts)
-        curve.add(step * budget.batch_tokens, shares)
-        console.print(findings(step * budget.batch_tokens, shares), soft_wrap=True)
+        ranks, tokens = draft_ranks(target, draft, texts), step * budget.batch_tokens
+        top = [float((ranks <= k).mean()) for k in TOP_KS]
+        rows[:] = [*(row for row in rows if row["tokens"] < tokens), {"tokens": tokens, "top": top}]
+        store(path, {"top_ks": TOP_KS, "accuracy": rows})
+        console.print(table(rows[-1:]).splitlines()[-1])
 
-    if not curve.rows:
+    if not rows:
         measure(0)
     train(
         "draft",
         draft,
-        mix,
-        budget,
+        optimizers_for(draft, draft.model.layers),
+        budget.steps,
         args.folder,
-        to_learn_from(target, draft),
+        loss_of,
+        began_with=budget.began_with(mix) | made_of,
         checkpoint_every=args.checkpoint_every,
         log_every=args.log_every,
         on_checkpoint=measure,
-        made_of=made_of,
     )
-    if budget.steps * budget.batch_tokens not in curve.rows:
-        measure(budget.steps)  # a run that was killed then had made its last checkpoint
-    stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
-    draft.to(stored).save_pretrained(args.out)
+    own_curve = points(draft_ranks(target, draft, texts))
+    draft.to(AutoConfig.from_pretrained(folder).dtype or torch.float32).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    (args.out / "accuracy.json").write_bytes(curve.path.read_bytes())
-    text = card(draft, budget, curve, args)
-    (args.out / "README.md").write_text(text, encoding="utf-8")
-    console.print(curve.table(), soft_wrap=True)
-    console.print(conclusion(args, shares=curve.rows[max(curve.rows)]), soft_wrap=True)
+    suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
+    plan = {"target": full_name(args.target), "curve": own_curve, "suffix": suffix}
+    store(args.out / "accuracy.json", {"top_ks": TOP_KS, "accuracy": rows, "plan": plan})
+    (args.out / "README.md").write_text(card(draft, budget, rows, args), encoding="utf-8")
+    console.print(table(rows), soft_wrap=True)
+    models = f"model.target={args.target}", f"model.draft={args.out}"
+    said = f"The draft is in {args.out}.\nTo decode with it: pipespec generate {' '.join(models)}"
+    console.print(said, soft_wrap=True)
+    pipespec(["plan", "--drafts", *models])
 
 
 if __name__ == "__main__":

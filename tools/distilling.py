@@ -1,9 +1,12 @@
-"""The training data of a draft: the target's distribution, also on the target's own text."""
+"""The training data of a draft: the target's distribution, also on the target's own text, which it
+writes for this or has written for users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,35 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tools.training import Mix, console, key_of, progress_steps, written
+from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
+from pipespec.engine.checkpoint.parts.folder import read_repository
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ModelError
+from pipespec.head.proposer import Context, ProposalRequest
+from pipespec.head.proposers.suffix import SuffixConfig, SuffixProposer
+from pipespec.head.tree import ROOT, Tree
+from pipespec.server.answer_record import FILES
+from pipespec.system.validation import Unreadable, from_fields, parse_json
+from tools.training import Mix, key_of, progress_steps, written
 
 # What `--halve` makes half as large, beside the heads.
 WIDTHS = ("hidden_size", "intermediate_size")
+# Tokens of the beginnings that the target continues, and how many of these at once.
+BEGINNING, ROWS_AT_ONCE = 64, 64
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model with all weights, named by its folder or hub id. Raises SystemExit."""
+    try:
+        path = resolve(model)
+        if read_repository(path) is not None:
+            info = inspect(path)
+            fetch_parts(path, parts_of(range(info.num_layers), info.num_layers, tied=info.tied))
+        return path
+    except ModelError as error:
+        raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 def kept_layers(count: int, wanted: int) -> list[int]:
@@ -73,24 +101,20 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
     return student
 
 
-def to_learn_from(
-    target: PreTrainedModel, student: PreTrainedModel
-) -> Callable[[Tensor, float], Tensor]:
-    """The loss of a student on windows `[rows, length]`, for `tools.training.train`.
+def kl_loss(
+    target: PreTrainedModel, student: PreTrainedModel, ids: Tensor, progress: float
+) -> Tensor:
+    """The loss of a student on windows `[rows, length]` at a progress in [0, 1).
 
     KL(target || student), plus cross entropy to the target's greedy choice, which is what
     verification rewards. That enters late, when the student already knows the distribution.
     """
-
-    def loss_of(ids: Tensor, progress: float) -> Tensor:
-        with torch.no_grad():
-            wanted = target(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-        logits = student(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-        ours, theirs = F.log_softmax(logits, -1), F.log_softmax(wanted, -1)
-        kl = F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-        return kl + max(0.0, 2 * progress - 1) * F.cross_entropy(logits, wanted.argmax(-1))
-
-    return loss_of
+    with torch.no_grad():
+        wanted = target(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    logits = student(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    ours, theirs = F.log_softmax(logits, -1), F.log_softmax(wanted, -1)
+    kl = F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    return kl + max(0.0, 2 * progress - 1) * F.cross_entropy(logits, wanted.argmax(-1))
 
 
 @torch.inference_mode()
@@ -105,55 +129,97 @@ def continue_greedily(model: PreTrainedModel, ids: Tensor, num_new: int) -> Tens
 
 
 @dataclass(frozen=True)
-class OwnText:
-    """A target's continuations of beginnings of a corpus: `rows` times `beginning` tokens of it and
-    a greedy continuation of `continuation`, so many rows at once."""
+class Text:
+    """Token ids `[tokens]`, of which those from `begin` on are the target's own."""
 
-    rows: int
-    beginning: int
-    continuation: int
-    at_once: int
-    seed: int
-
-    def pieces(
-        self, target: PreTrainedModel, mix: Mix, folder: Path, name: str = ""
-    ) -> list[np.ndarray]:
-        """Arrays int32 `[rows, beginning + continuation]`, which are kept in `folder` for this
-        corpus and the target of that name."""
-        found = []
-        key = key_of(self, name, mix.digest())
-        for piece in progress_steps("target text", 0, -(-self.rows // self.at_once)):
-            path = folder / f"target_text_{key}_{piece}.npy"
-            if not path.exists():
-                rng = np.random.default_rng([self.seed, 0, piece])
-                rows = min(self.at_once, self.rows - self.at_once * piece)
-                heads = mix.windows(rng, rows, self.beginning).to(target.device)
-                with torch.autocast(target.device.type, torch.bfloat16):
-                    text = continue_greedily(target, heads, self.continuation)
-                ids = text.cpu().numpy().astype(np.int32)
-                written(path, lambda partial, ids=ids: np.save(partial, ids))
-            found.append(np.load(path))
-        return found
+    ids: np.ndarray
+    begin: int
 
 
-def read_text(folder: Path, tokenizer: Any, window: int) -> list[np.ndarray]:
-    """Token ids of each text file that is longer than a window of so many tokens, except licences
-    and those held out (`book_*`)."""
-    files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
-    files = [p for p in files if not p.name.startswith("book_")]
-    if not files:
-        raise SystemExit(f"{folder} has no text files (*.txt) to learn from; add at least one.")
+def own_text(
+    target: PreTrainedModel, mix: Mix, rows: int, length: int, seed: int, folder: Path, name: str
+) -> list[Text]:
+    """So many greedy continuations of a target, of `length` tokens behind beginnings of a corpus,
+    which are kept in `folder` for this corpus and the target of that name."""
     found = []
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if len(ids) > window:
-            found.append(ids)
-        else:
-            said = f"{path} is left out: {len(ids)} tokens are no more than the {window} of a text"
-            console.print(said, soft_wrap=True)
-    if not found:
-        raise SystemExit(
-            f"No text file of {folder} has more than {window} tokens; add longer ones."
-        )
+    key = key_of(rows, BEGINNING, length, seed, name, mix.digest())
+    for piece in progress_steps("target text", 0, -(-rows // ROWS_AT_ONCE)):
+        path = folder / f"target_text_{key}_{piece}.npy"
+        if not path.exists():
+            rng = np.random.default_rng([seed, 0, piece])
+            count = min(ROWS_AT_ONCE, rows - ROWS_AT_ONCE * piece)
+            heads = mix.windows(rng, count, BEGINNING).to(target.device)
+            with torch.autocast(target.device.type, torch.bfloat16):
+                text = continue_greedily(target, heads, length)
+            ids = text.cpu().numpy().astype(np.int32)
+            written(path, lambda partial, ids=ids: np.save(partial, ids))
+        found += [Text(row, BEGINNING) for row in np.load(path)]
     return found
+
+
+@dataclass(frozen=True)
+class KeptAnswer:
+    """A line of what `pipespec serve` keeps (`pipespec/server/answer_record.py`)."""
+
+    target: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def kept_answers(folder: Path, target: str) -> list[Text]:
+    """The answers of a target that `pipespec serve` has kept, the oldest first; of a conversation
+    the last, which has all of it. Raises SystemExit."""
+    found: dict[bytes, Text] = {}
+    for file in sorted(folder.glob(FILES)):
+        for line in file.read_text(encoding="ascii").splitlines():
+            with suppress(Unreadable):  # the last line of a server that was killed
+                kept = from_fields(KeptAnswer, parse_json(line))
+                if kept.target == target and kept.prompt:
+                    ids = np.array([*kept.prompt, *kept.answer], np.int32)
+                    found[ids.tobytes()] = Text(ids, len(kept.prompt))
+    for shorter, longer in pairwise(sorted(found)):
+        if longer.startswith(shorter):
+            del found[shorter]
+    if len(found) < 2:
+        raise SystemExit(f"{folder} has {len(found)} answers of {target}, but 2 are needed.")
+    return [*found.values()]
+
+
+def suffix_ranks(learnt: Sequence[Text], texts: Sequence[Text], most: int) -> np.ndarray:
+    """The rank of each token of the texts' own part among what the suffix proposer proposes, which
+    has seen the answers before it; `most` + 1: not among so many."""
+    proposer = SuffixProposer(SuffixConfig().past)
+    ranks = []
+    for number, text in enumerate([*learnt, *texts]):
+        ids, begin = text.ids.tolist(), text.begin
+        new = number >= len(learnt)
+        count = begin if new else len(ids)
+        context = Context(number, ids[:count], list(range(count)), prompt_len=begin)
+        proposer.start_sequence(context)
+        for position in range(count, len(ids)):
+            tree = Tree(position - 1, position - 2, ids[position - 1], position - 1, fed=True)
+            request = ProposalRequest(context, tree, np.array([ROOT]))
+            while (found := proposer.propose([request], most)[0]) is None:
+                pass  # it reads the prompt
+            token, proposed = ids[position], found.tokens[0][np.isfinite(found.logps[0])].tolist()
+            ranks.append(1 + (proposed.index(token) if token in proposed else most))
+            context.tokens.append(token)
+            context.nodes.append(position)
+        proposer.end_sequence(number)
+        proposer.past.read(len(ids))
+    return np.array(ranks)
+
+
+def read_text(folder: Path, tokenizer: Any, window: int) -> np.ndarray:
+    """Token ids of all text files, one after another, except licences and those held out
+    (`book_*`). Raises SystemExit if they are not more than `window`."""
+    files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
+    texts = (p.read_text(encoding="utf-8") for p in files if not p.name.startswith("book_"))
+    found = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
+    ids = np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
+    if len(ids) <= window:
+        raise SystemExit(
+            f"The text files (*.txt) of {folder} have {len(ids)} tokens, of which more than "
+            f"{window} are needed; add some."
+        )
+    return ids

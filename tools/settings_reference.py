@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the dataclasses of settings and the files of conf/.
+"""Writes the sections of docs/settings.md from the dataclasses of settings and the files of conf/.
 
 python -m tools.settings_reference
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from pipespec.config.choices import (
@@ -23,30 +22,9 @@ from pipespec.config.schema import RunConfig
 from pipespec.settings import about, kinds
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import alternatives
-from tools.docs.markdown import table
+from tools.docs.markdown import ROOT, by_hand, table
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
-INTRODUCTION = """\
-# Settings
-
-<!-- Written by `python -m tools.settings_reference` from the dataclasses of settings and the files
-of conf/; change those. -->
-
-`pipespec generate`, `bench`, `up`, `serve`, `plan` and `cache fetch` take settings as arguments, in
-any order and in the syntax of Hydra:
-
-- `group=choice` picks one of a group's choices, each a file `conf/<group>/<choice>.yaml` with the
-  values in which it differs from the defaults below;
-- `group.name=value` sets one value: `policy.width=32`, `cluster.devices=[cuda:0,cuda:1]`,
-  `model.draft=null`. A path, a URL or any other text needs no quotes inside the value; what your
-  shell would change needs quotes around the whole argument.
-
-`${oc.env:NAME}` in a value is the environment variable NAME.
-
-A *rank* is the head or one of the stages. A *step* is one tick of the pipeline: every stage
-computes one batch. A *row* is one token of a batch, of a prompt or of the tree of draft tokens. A
-*verdict* is what the last stage has decided in a step.
-"""
+PAGE = ROOT / "docs" / "settings.md"
 CHOICE = ("choice", "what it is", "sets")
 SETTING = ("setting", "type", "default", "unit", "what it does")
 UNLIMITED = 10**6  # a limit from here on is there for safety alone, and is not shown
@@ -112,7 +90,7 @@ class Row:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *map(section, default_choices()), last(), *others()])
+    return "\n".join([by_hand(PAGE), *map(section, default_choices()), last(), *others()])
 
 
 def others() -> list[str]:

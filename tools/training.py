@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,12 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from pipespec.engine.checkpoint.model_path import resolve
-from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
-from pipespec.engine.checkpoint.parts.folder import read_repository
-from pipespec.engine.formats.slice_tensors import parts_of
-from pipespec.engine.inspection.inspection import inspect
-from pipespec.errors import ModelError
+from torch import Tensor, nn
 
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.3
 MUON_LR, ADAM_LR = 0.02, 4e-3
 console = Console()
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model with all weights, named by its folder or hub id. Raises SystemExit."""
-    try:
-        path = resolve(model)
-        if read_repository(path) is not None:
-            info = inspect(path)
-            fetch_parts(path, parts_of(range(info.num_layers), info.num_layers, tied=info.tied))
-        return path
-    except ModelError as error:
-        raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 @dataclass(frozen=True)
@@ -104,17 +85,23 @@ class Budget:
         rng = np.random.default_rng([self.seed, *name.encode(), step])
         return mix.windows(rng, self.batch_tokens // self.length, self.length + 1)
 
-    def learning_rate_scale(self, step: int) -> float:
-        """Warmup, stable, then linear decay."""
-        decay = (self.steps - step) / max(1.0, self.steps * DECAY_FRACTION)
-        return min(1.0, (step + 1) / WARMUP_STEPS, decay)
+    def began_with(self, mix: Mix) -> dict[str, Any]:
+        return {**asdict(self), "text": mix.digest()}
 
 
-def optimizers_for(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    hidden = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+def learning_rate_scale(step: int, steps: int) -> float:
+    """Warmup, stable, then linear decay."""
+    decay = (steps - step) / max(1.0, steps * DECAY_FRACTION)
+    return min(1.0, (step + 1) / WARMUP_STEPS, decay)
+
+
+def optimizers_for(model: nn.Module, hidden: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of a part of the model, AdamW for all else that learns."""
+    matrices = [p for p in hidden.parameters() if p.ndim == 2 and p.requires_grad]
+    learning = [p for p in model.parameters() if p.requires_grad]
+    others = [p for p in learning if not any(p is h for h in matrices)]
     return [
-        torch.optim.Muon(hidden, lr=MUON_LR, weight_decay=0.05),
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.05),
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -126,9 +113,9 @@ def key_of(*values: object) -> str:
 
 def written(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file, which appears under `path` whole or not at all."""
-    partial = path.with_name(f".partial-{path.name}")
-    write(partial)
-    partial.replace(path)
+    unfinished = path.with_name(f".partial-{path.name}")
+    write(unfinished)
+    unfinished.replace(path)
 
 
 def require_same(path: Path, state: Mapping[str, Any], began_with: Mapping[str, Any]) -> None:
@@ -144,57 +131,48 @@ def require_same(path: Path, state: Mapping[str, Any], began_with: Mapping[str, 
 
 def train(
     name: str,
-    model: PreTrainedModel,
-    mix: Mix,
-    budget: Budget,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    steps: int,
     folder: Path,
-    loss_of: Callable[[Tensor, float], Tensor],
+    loss_of: Callable[[int], Tensor],
     *,
+    began_with: Mapping[str, Any],
     checkpoint_every: int,
     log_every: int,
     on_checkpoint: Callable[[int], None] = lambda step: None,
-    made_of: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
+    """Train for so many steps, from the checkpoint of `name` in `folder` on if there is one.
 
-    `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
-    A checkpoint of another budget or other text, or of which `made_of` states something else, ends
-    the program. `on_checkpoint` is called with the steps made when one is written.
+    `loss_of(step)` is the loss of a step, a function of its number alone. A checkpoint that
+    `began_with` anything else ends the program. `on_checkpoint` is called with the steps made when
+    one is written, and again if that was the last.
     """
     path = folder / f"{name}.pt"
-    began_with = {**asdict(budget), "text": mix.digest(), **(made_of or {})}
-    optimizers = optimizers_for(model)
-    groups = [group for opt in optimizers for group in opt.param_groups]
-    base_lrs = [group["lr"] for group in groups]
+    base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
+    device = next(model.parameters()).device
     first = 0
     if path.exists():
-        state = torch.load(path, map_location=model.device)
+        state = torch.load(path, map_location=device)
         require_same(path, state, began_with)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first = state["step"]
-        console.print(f"{name} continues at step {first} of {budget.steps}")
+        console.print(f"{name} continues at step {first} of {steps}")
     groups = [group for opt in optimizers for group in opt.param_groups]
-
-    def save(step: int) -> None:
-        state = {
-            "began_with": began_with,
-            "model": model.state_dict(),
-            "optimizers": [opt.state_dict() for opt in optimizers],
-            "step": step,
-        }
-        written(path, lambda partial: torch.save(state, partial))
-
+    if first == steps:
+        model.eval()
+        on_checkpoint(steps)
     model.train()
     recent: list[float] = []
     clock = time.monotonic()
-    for step in progress_steps(name, first, budget.steps):
-        ids = budget.batch(name, mix, step).to(model.device)
+    for step in progress_steps(name, first, steps):
+        scale = learning_rate_scale(step, steps)
         for group, lr in zip(groups, base_lrs, strict=True):
-            group["lr"] = lr * budget.learning_rate_scale(step)
-        with torch.autocast(model.device.type, torch.bfloat16):
-            loss = loss_of(ids, step / budget.steps)
+            group["lr"] = lr * scale
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -204,14 +182,19 @@ def train(
         if (step + 1) % log_every == 0:
             now = time.monotonic()
             console.print(
-                f"{name} step {step + 1}/{budget.steps} loss {np.mean(recent):.4f} "
-                f"lr x{budget.learning_rate_scale(step):.2f} "
-                f"{len(recent) * budget.batch_tokens / (now - clock):,.0f} tokens/s"
+                f"{name} step {step + 1}/{steps} loss {np.mean(recent):.4f} lr x{scale:.2f} "
+                f"{(now - clock) / len(recent):.2f} s a step"
             )
             recent.clear()
             clock = now
-        if (step + 1) % checkpoint_every == 0 or step + 1 == budget.steps:
-            save(step + 1)
+        if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
+            state = {
+                "began_with": began_with,
+                "model": model.state_dict(),
+                "optimizers": [opt.state_dict() for opt in optimizers],
+                "step": step + 1,
+            }
+            written(path, partial(torch.save, state))
             model.eval()
             on_checkpoint(step + 1)
             model.train()

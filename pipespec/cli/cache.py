@@ -65,8 +65,8 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def checked(deployment: Deployment, *, stays: bool) -> Deployment:
     """A deployment that can start, of which users are told. Raises ConfigError, ModelError."""
+    from pipespec.cluster.decide import check_deployment
     from pipespec.cluster.deployment.checks import chosen, summary
-    from pipespec.cluster.session import check_deployment
 
     check_deployment(deployment, stays=stays)
     for line in filter(None, (chosen(deployment), summary(deployment))):

@@ -88,7 +88,7 @@ class Launcher:
             # started again goes on with its own, which says why.
             again = self._fruitless is not None
             self._partial = here / f"{self.name}{LOG}{'' if again else f'.{os.getpid()}'}"
-            mode = os.O_APPEND if again else os.O_TRUNC
+            mode = os.O_APPEND | (0 if again else os.O_TRUNC)  # `down` writes to it, too
             descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | mode, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
             self._process = subprocess.Popen(
@@ -119,7 +119,12 @@ class Launcher:
         return self._cluster
 
     def await_ready(self) -> RunningCluster:
+        said = None
         while (cluster := self.ready()) is None:
+            waits_for = (entry := held(self.name)) and entry.owner.waits_for
+            if waits_for is not None and waits_for != said:
+                said = waits_for
+                print_error(f"{self.name}: waiting for {said}")
             time.sleep(LOOK_S)
         return cluster
 

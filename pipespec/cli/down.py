@@ -7,7 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from pipespec.client.registry import Owner, clear, entry, left, server_of
+from pipespec.client.registry import Owner, clear, entry, left, note_end, server_of
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, PipespecError
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             clear(name)
             sentence = f"{name} had ended already; its files are removed."
         else:  # it is about to start the cluster again
+            note_end(name)
             server.end()
             await_end(name, server)
             sentence = f"{name} has ended, and its server too."
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             "there."
         )
     server = server_of(found.name)
+    note_end(found.name)
     owner.end()
     await_end(found.name, owner)
     if server is not None:  # it ends by itself with a cluster that was asked to

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipespec.cli.cache import checked, with_weights
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
-from pipespec.errors import PromptError
+from pipespec.errors import PromptError, Unreachable
 from pipespec.system.validation import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
@@ -59,12 +60,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.chat:
         settings.append("decode.chat=true")
 
-    result = decode(prompt, settings, arguments.on, (lambda _: None) if arguments.json else write)
+    result, fault = decode(
+        prompt, settings, arguments.on, (lambda _: None) if arguments.json else write
+    )
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
         write("\n")
-        print_statistics(result, full=arguments.stats)
+        print_statistics(result, fault, full=arguments.stats)
     return 0
 
 
@@ -89,23 +92,26 @@ def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
 
 def decode(
     prompt: str, settings: list[str], on: str | None, on_text: Callable[[str], None]
-) -> Result:
+) -> tuple[Result, str | None]:
     """Decode a prompt on the running cluster of that name, or on one that is started for it and
-    ended after it. Raises ConfigError, Unreachable before any rank starts; RankFailed if one died:
-    the others have been ended."""
-    from pipespec.client.answers import ask, write_trace
+    ended after it; also the last fault for which it waited. Raises ConfigError, Unreachable before
+    any rank starts; RankFailed if one died: the others have been ended."""
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings
 
     if on is not None:
         from pipespec.client import registry
+        from pipespec.client.answers import ask
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         ids = running.served.encode(prompt, chat=chosen.decode.chat)
         with attach(running) as client:
-            return ask(client, chosen, ids, on_text)[0]
+            before = last_fault(running.url, running.namespace)
+            result, _ = ask(client, chosen, ids, on_text)
+            after = last_fault(running.url, running.namespace)
+        return result, None if after == before else after
 
     from pipespec.cluster.decide import decide, require_room
     from pipespec.config.compose import compose
@@ -119,6 +125,7 @@ def decode(
         ModelInfo.of(deployment).encode(prompt, chat=chosen.decode.chat)
     deployment = with_weights(deployment)
 
+    from pipespec.client.answers import ask, write_trace
     from pipespec.client.local_cluster import asking
     from pipespec.cluster import session
     from pipespec.cluster.deployment.checks import loading
@@ -136,27 +143,39 @@ def decode(
             asking(cluster, served) as client,
         ):
             result, reports = ask(client, chosen, ids, on_text)
+            fault = last_fault(cluster.url, cluster.namespace) if cluster.faults else None
     write_trace(deployment, reports)
-    return result
+    return result, fault
 
 
-def print_statistics(result: Result, *, full: bool = False) -> None:
+def last_fault(url: str, namespace: str) -> str | None:
+    """When and why an epoch of a cluster ended last; None: none has, or its Redis is away."""
+    from pipespec.controller.cluster_status import read_status
+
+    with suppress(Unreachable):
+        if (status := read_status(url, namespace)) is not None:
+            return status.last_fault
+    return None
+
+
+def print_statistics(result: Result, fault: str | None = None, *, full: bool = False) -> None:
     stats = result.stats
     summary = (
         f"{result.completion_tokens} tokens after {result.prompt_tokens} of the prompt, "
         f"ended by {result.finish_reason}{labelled(stats)}"
     )
+    waited = "" if fault is None else f"; it stood still after the fault of {fault.rstrip('.')}"
     if not full:
         if stats["tokens_per_step"] is not None:  # there was more than one token
             summary += (
                 f": {stats['tbt_ms']['mean']:.1f} ms per token, {stats['tokens_per_step']:.2f} "
                 f"tokens per step, {stats['hit_rate']:.0%} of the tokens were accepted draft tokens"
             )
-        show(f"{summary}.", stderr=True)
+        show(f"{summary}{waited}.", stderr=True)
         return
     from rich.table import Table
 
-    table = Table("", "", title=summary, show_header=False, title_justify="left")
+    table = Table("", "", title=summary + waited, show_header=False, title_justify="left")
     for name, value in stats.items():
         if name == "overruns" and not stats["emulated"]:
             continue  # of the emulated machine

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
+# The folder of a record of answers (`AnswerRecord`).
+ANSWERS_VARIABLE = "PIPESPEC_ANSWERS"
 # A line of a file of keys that names the key, as the access log does.
 NAMED_KEY = re.compile(r"([\w.@-]+): +(.*)", re.ASCII)
 # What --limit sets of `ServerOptions`.
@@ -144,9 +146,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
+    from pipespec.server.answer_record import AnswerRecord
     from pipespec.server.listener import bind_listener, connection_capacity
 
-    connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
+    options = read_options(arguments, "model")  # errors before all else
+    connection_capacity(options.max_connections)
+    if options.answers:
+        folder = AnswerRecord(options.answers).folder
+        print_error(f"The token ids of prompts and answers are kept in {folder}.")
     return bind_listener(arguments.host, arguments.port)
 
 
@@ -202,6 +209,7 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
         access_log=arguments.access_log,
         allowed_origins=tuple(arguments.allowed_origins),
         allowed_hosts=tuple(arguments.allowed_hosts),
+        answers=os.environ.get(ANSWERS_VARIABLE, ""),
         private_prefixes=bool(keys),
         **read_limits(arguments.limit),
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.controller.cluster_status import ClusterStatus
 
-LOADING, READY, RECOVERING = "loading", "ready", "recovering"
+LOADING, WAITING, READY, RECOVERING = "loading", "waiting", "ready", "recovering"
 SILENT = "no answer"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 SEAL = "transport.seal="
@@ -71,7 +71,8 @@ def report(found: Entry, now: float) -> dict[str, Any]:
     if (log := log_of(found.name)) is not None:
         state["log"] = str(log)
     if cluster is None:
-        return state
+        waits_for = found.owner.waits_for
+        return state | ({"state": WAITING, "waits_for": waits_for} if waits_for else {})
     state |= {
         "state": SILENT,
         "host": cluster.host,
@@ -174,12 +175,13 @@ def print_table(clusters: Sequence[dict[str, Any]], elsewhere: Sequence[JoinedCl
             known["ranks"] = f"{cluster['ranks']}/{cluster['num_ranks']}"
         since = str(timedelta(seconds=int(cluster["up_s"]))) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
-        problem, fault = cluster.get("problem"), cluster.get("last_fault")
-        fault = fault and f"last fault {fault}"
+        problem, waits_for = cluster.get("problem"), cluster.get("waits_for")
+        waiting = waits_for and f"waiting for {waits_for}"
+        fault = (fault := cluster.get("last_fault")) and f"last fault {fault}"
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
         log = f"log: {cluster['log']}" if "log" in cluster else None
-        found = (problem, fault, kinds, done, versions(cluster.get("processes", ())), log)
+        found = (problem, waiting, fault, kinds, done, versions(cluster.get("processes", ())), log)
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
     of_one = clusters[0].get("processes") if len(clusters) == 1 else None
     show(table, *([process_table(of_one)] if of_one else []), *notes)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from signal import SIGINT, Signals
 from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli.cache import checked, with_weights
@@ -22,6 +23,7 @@ from pipespec.client.registry import (
     claim,
     folder,
     kept_folder,
+    log_line,
     log_of,
     publish,
     remove_data,
@@ -30,13 +32,14 @@ from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import progress, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
-from pipespec.system.end_signals import raise_swallowed
+from pipespec.system.end_signals import Terminated, raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
     from pipespec.cli.host_admission import HostAdmission
     from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+    from pipespec.cluster.processes.fault_stats import Fault
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
@@ -143,40 +146,43 @@ def stay(
 ) -> int:
     """Run a cluster until a signal asks for its end. With --measure the hosts of its hosts file are
     measured first, and with `join_options`, by which other hosts join, always."""
-    with claim(name):
+    with claim(name) as note:
         from pipespec.config.compose import compose
 
         config = compose(settings)
         if arguments.measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
-        from pipespec.client.local_cluster import running_cluster
-        from pipespec.client.model_info import ModelInfo
-        from pipespec.cluster import session
-        from pipespec.cluster.deployment.checks import loading
-        from pipespec.cluster.redis_setup import require_same_model
-
         ready = False
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(kept, measure=arguments.measure, join_options=join_options) as (
+                planned(kept, note, measure=arguments.measure, join_options=join_options) as (
                     deployment,
                     admission,
                 ),
             ):
-                if config.controller.data is None:
+                if config.controller.data is None and (folder() / (name + DATA)).exists():
+                    from pipespec.cluster.redis_setup import require_same_model
+
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                deployment = with_weights(checked(deployment, stays=True))
+                deployment = checked(deployment, stays=True)  # errors before slow imports
+
+                from pipespec.client.local_cluster import running_cluster
+                from pipespec.client.model_info import ModelInfo
+                from pipespec.cluster import session
+                from pipespec.cluster.deployment.checks import loading
+
+                deployment = with_weights(deployment)
                 with (
                     progress(loading(deployment), of_bytes=True) as (on_loaded,),
                     session.start_agents(deployment, stays=True) as agents,
                 ):
                     served = ModelInfo.of(deployment)
                     with (
-                        invited(name, deployment, settings) as on_begun,
+                        invited(name, deployment, settings, note) as on_begun,
                         session.start_cluster(
                             deployment, agents, on_loaded, on_log, on_begun
                         ) as cluster,
@@ -190,10 +196,12 @@ def stay(
                         ready = True
                         announce(running, as_json=arguments.json, join_options=join_options)
                         watch(name, cluster)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as asked:
             # A cluster that is up ends with a signal.
             if not ready:
                 raise
+            number = asked.number if isinstance(asked, Terminated) else SIGINT
+            on_log(name, f"{Signals(number).name} has ended the cluster")
     return 0
 
 
@@ -227,19 +235,24 @@ def storing_requests(
 def watch(name: str, cluster: ClusterSession) -> NoReturn:
     """Log the faults of a cluster until a signal asks for its end. Raises PipespecError when its
     ranks have ended, RankFailed when one could not be replaced."""
-    num_logged = 0
+    logged: Sequence[Fault] = ()
     while cluster.poll():
         raise_swallowed()
-        for fault in cluster.faults[num_logged:]:
-            on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
-        num_logged = len(cluster.faults)
+        faults = cluster.faults
+        for fault in faults[max(len(logged) - 1, 0) :]:
+            if fault not in logged[-1:]:  # of the newest one the cause may be found later
+                on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
+        logged = faults
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 
 
 @contextmanager
 def invited(
-    name: str, deployment: Deployment, settings: Sequence[str]
+    name: str,
+    deployment: Deployment,
+    settings: Sequence[str],
+    note: Callable[[str | None], None],
 ) -> Iterator[Callable[[ControllerAddress], None] | None]:
     """Yields a function that writes the invitation for hosts that are started by hand, or None if
     there are none. The file is removed after the block."""
@@ -249,14 +262,13 @@ def invited(
     def begin(where: ControllerAddress) -> None:
         from pipespec.cluster.join.manual_host import Invitation
 
+        file = deployment.config.cluster.hosts
+        waits_for = f"{', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there"
+        note(waits_for)
         kept = tuple(text for text in settings if group(text) != "controller")
         with kept_folder():
             Invitation(where.url, where.namespace, where.secret, kept, own_version()).write(path)
-        file = deployment.config.cluster.hosts
-        on_log(
-            name,
-            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there",
-        )
+        on_log(name, f"waiting for {waits_for}")
 
     if not waiting:
         yield None
@@ -269,7 +281,11 @@ def invited(
 
 @contextmanager
 def planned(
-    config: Config, *, measure: bool, join_options: JoinOptions | None
+    config: Config,
+    note: Callable[[str | None], None],
+    *,
+    measure: bool,
+    join_options: JoinOptions | None,
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
     from pipespec.cluster.decide import decide, require_room
@@ -297,7 +313,11 @@ def planned(
         alone = alone.laid_out(plan_slices(problem))
     admission = host_admission.HostAdmission(join_options, alone, on_log)
     with admission.server:
+        if join_options.hosts > 1:
+            count = join_options.hosts - len(alone.hosts)
+            note(f"{count} more hosts, for which `pipespec up` has printed the commands")
         deployment = admission.await_hosts(alone, problem)
+        note(None)
         explain(deployment.placement)
         yield deployment, admission
 
@@ -321,7 +341,7 @@ def explain(placement: Placement) -> None:
 
 
 def on_log(source: str, line: str) -> None:
-    print_error(f"{time.strftime('%m-%d %H:%M:%S')} {source}: {line}")
+    print_error(log_line(source, line))
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:

@@ -15,9 +15,10 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from signal import Signals
 from typing import TypeVar
@@ -47,11 +48,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Owner:
     """A process, identified by its id and start time. `created` is when it began, in seconds since
-    the machine's start; `machine` is where its number means it."""
+    the machine's start; `machine` is where its number means it. `waits_for`: for which hosts a
+    cluster that it starts waits, and what to run on them."""
 
     pid: int
     created: float
     machine: str
+    waits_for: str | None = field(default=None, compare=False)
 
     @classmethod
     def this(cls) -> Owner:
@@ -139,9 +142,16 @@ def folder() -> Path:
 
 
 @contextmanager
-def claim(name: str) -> Iterator[None]:
-    """Hold a name; entry and lock are removed afterwards. Raises ConfigError if the name cannot be
-    used, or a cluster that lives holds it."""
+def claim(name: str) -> Iterator[Callable[[str | None], None]]:
+    """Hold a name; entry and lock are removed afterwards. Yields what notes for which hosts the
+    start waits. Raises ConfigError if the name cannot be used, or a cluster that lives holds it."""
+
+    def note(waits_for: str | None) -> None:
+        assert descriptor is not None
+        text = json.dumps(asdict(replace(Owner.this(), waits_for=waits_for))).encode()
+        # In one piece, and never shorter, as others read it at any time.
+        os.pwrite(descriptor, text.ljust(os.fstat(descriptor).st_size), 0)
+
     check_name(name)
     with kept_folder() as here:
         lock, stored = here / (name + LOCK), here / (name + ENTRY)
@@ -152,8 +162,8 @@ def claim(name: str) -> Iterator[None]:
         with kept_folder():
             stored.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
-        yield
+            note(None)
+        yield note
     finally:
         stored.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
@@ -185,8 +195,13 @@ def serving(name: str) -> Iterator[None]:
 @contextmanager
 def noting_joined(launcher: str, name: str) -> Iterator[Callable[[str], None]]:
     """Yields what notes how it goes with a cluster that this process has joined, for `joined`. The
-    host computes as well where nothing can be noted."""
+    host computes as well where nothing can be noted. What processes that were killed have noted is
+    removed."""
     file = folder() / f"{os.getpid()}{JOINED}"
+    for other in folder().glob(f"*{JOINED}"):
+        with suppress(ConfigError, OSError):
+            if (killed := _read(other, JoinedCluster)) is not None and killed.owner.gone:
+                other.unlink()
 
     def note(state: str) -> None:
         found = JoinedCluster(name, launcher, Owner.this(), state)
@@ -243,6 +258,20 @@ def log_of(name: str) -> Path | None:
         with suppress(OSError):  # it is just ending
             log = Path(f"/proc/{found.owner.pid}/fd/2").readlink()
     return log if log.is_file() else None
+
+
+def log_line(source: str, line: str) -> str:
+    return f"{time.strftime('%m-%d %H:%M:%S')} {source}: {line}"
+
+
+def note_end(name: str) -> None:
+    """Say in the log of a cluster that runs in the background that `pipespec down` ends it. Raises
+    ConfigError."""
+    log, said = log_of(name), f"`pipespec down` (process {os.getpid()}) ends the cluster"
+    with suppress(OSError):  # a full disk keeps no cluster up
+        if log is not None and log.parent.samefile(folder()):
+            with log.open("a") as stream:
+                stream.write(f"{log_line(name, said)}\n")
 
 
 def clear(name: str) -> None:

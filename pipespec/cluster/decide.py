@@ -9,8 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec.cluster.deployment.checks import check_groups, require_attention
-from pipespec.cluster.deployment.deployment import Deployment, quantization_of
+from pipespec.cluster.deployment import memory
+from pipespec.cluster.deployment.checks import (
+    check_groups,
+    require_attention,
+    require_backend,
+    require_fit,
+    require_quantizers,
+)
+from pipespec.cluster.deployment.deployment import Deployment, fit_context, quantization_of
 from pipespec.cluster.deployment.memory import REMEDIES, WEIGHTS, free_bytes
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
@@ -125,6 +132,31 @@ def require_room(config: Config) -> None:
             f"The models need more than {least / GIB:.3g} GiB on cpu, but {free / GIB:.3g} GiB "
             f"are free; {REMEDIES[WEIGHTS]}."
         )
+
+
+def check_deployment(deployment: Deployment, *, stays: bool) -> None:
+    """Raise ConfigError unless a deployment can be started from here, as far as can be known before
+    its hosts have their weights. `stays`: see `session.start_agents`."""
+    by_hand = [host.name for host in deployment.hosts if host.by_hand]
+    if by_hand and not stays:
+        raise ConfigError(
+            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            "cluster with `pipespec up`, and send requests to it with --on."
+        )
+    require_quantizers(deployment)
+    require_backend(deployment)
+    memory.require_files(deployment)
+    for _, info in deployment.models:
+        if info.head is None:
+            open_files(info.path).require_tokenizer()
+    # A prompt that is not read yet has a token at least.
+    least = deployment if stays else fit_context(deployment, 1, requests=1)
+    memory.require_memory(least, memory.local_ranks(least))
+
+    from pipespec.cluster.redis_setup import require_same_model  # what is slow to import comes last
+
+    require_same_model(deployment)
+    require_fit(deployment)  # last, as it takes longest
 
 
 def shared_models(deployment: Deployment) -> dict[str, Repository]:

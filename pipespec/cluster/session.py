@@ -12,34 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from pipespec.cluster.decide import check_deployment
 from pipespec.cluster.deployment import memory
-from pipespec.cluster.deployment.checks import (
-    expanded,
-    require_backend,
-    require_fit,
-    require_quantizers,
-    scaled,
-    shared_gpu,
-    without_ggml,
-)
-from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment, fit_context
+from pipespec.cluster.deployment.checks import expanded, scaled, shared_gpu, without_ggml
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.cluster.recovery.cluster_state import ClusterState
 from pipespec.cluster.recovery.recovery import Recovery
-from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
+from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.plan import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
-from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.formats.architectures import modeling_module
 from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
-    ConfigError,
     ControllerError,
     PipespecError,
     RankFailed,
@@ -176,28 +167,6 @@ class ClusterSession:
         return len(state.assignment.workers), bool(state.faults) or state.epoch > self._first_epoch
 
 
-def check_deployment(deployment: Deployment, *, stays: bool) -> None:
-    """Raise ConfigError unless a deployment can be started from here, as far as can be known before
-    its hosts have their weights. `stays`: see `start_agents`."""
-    by_hand = [host.name for host in deployment.hosts if host.by_hand]
-    if by_hand and not stays:
-        raise ConfigError(
-            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
-            "cluster with `pipespec up`, and send requests to it with --on."
-        )
-    require_quantizers(deployment)
-    require_backend(deployment)
-    memory.require_files(deployment)
-    for _, info in deployment.models:
-        if info.head is None:
-            open_files(info.path).require_tokenizer()
-    # A prompt that is not read yet has a token at least.
-    least = deployment if stays else fit_context(deployment, 1, requests=1)
-    memory.require_memory(least, memory.local_ranks(least))
-    require_same_model(deployment)
-    require_fit(deployment)  # last, as it takes longest
-
-
 @contextmanager
 def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
     """Start the agents of a deployment's hosts, which import what the ranks need. Before that the
@@ -238,7 +207,7 @@ def start_cluster(
     ready, and end it afterwards. Leaving the block waits for submitted requests; an exception ends
     the ranks at once. `on_loaded` is called again and again with how many bytes of weights the
     ranks have loaded, and of how many; what it raises ends the start. `on_log` is called with a
-    worker's name and rank and a line that it wrote, `on_begun` with the controller's address, when
+    worker's name and a line that it wrote, `on_begun` with the controller's address, when
     workers started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank
     starts; RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
@@ -260,18 +229,8 @@ def start_cluster(
             redis.worker_url, redis.namespace, secret=secrets.token_urlsafe(24)
         )
 
-        def send_log(worker: str, line: str) -> None:
-            assert on_log is not None
-            place = recovery.state.assignment.place_of(worker)
-            on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
-
         def start(on: AgentHandle | None, planned: Deployment) -> None:
-            agents.start_workers(
-                WORKER_ENTRYPOINT,
-                (planned, where),
-                on_log=None if on_log is None else send_log,
-                on=on,
-            )
+            agents.start_workers(WORKER_ENTRYPOINT, (planned, where), on_log=on_log, on=on)
 
         changes = HostChanges(agents, recovery, moves, start)
         session = ClusterSession(deployment, redis, agents, recovery, changes)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
+from pipespec.server.answer_record import AnswerRecord
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
@@ -90,6 +91,9 @@ class OpenAIServing:
         self._running = client.running
         self._newest_preparer = pool.warm_up(Preparer(client.running, options))
         self.open: set[ResponseStream] = set()  # those that are answered now
+        self._record: AnswerRecord | None = None
+        if options.answers:
+            self._record = AnswerRecord(options.answers, client.served.target)
         self.ending = False  # whether streams without an end should end
 
     def fail_open_requests(self) -> None:
@@ -156,6 +160,8 @@ class OpenAIServing:
 
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
         parsed = prepared.parsed
+        # A client that gives a salt shares its text with no other.
+        record = None if parsed.cache_salt else self._record
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
         stream = ResponseStream(
             self.client,
@@ -173,6 +179,7 @@ class OpenAIServing:
                 prepared.preview,
                 request.state.api_key_digest,
             ),
+            record,
         )
         self.open.add(stream)
         request.state.text = stream  # for the access log

@@ -57,6 +57,7 @@ class ServerOptions:
         max_header_bytes: of a request line and its headers, and of trailers.
         header_timeout: seconds in which a request's headers must arrive, from the opening of the
             connection or the last reply on; `body_timeout`: its body after that.
+        answers: the folder of an `AnswerRecord`; "": none.
         private_prefixes: requests share prefix-cache entries only with those of the same API key.
         tool_call_parser: one of `FAMILIES`; None: chosen by the model's chat template.
     """
@@ -81,6 +82,7 @@ class ServerOptions:
     body_timeout: float = 60.0
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    answers: str = ""
     private_prefixes: bool = False
     tool_call_parser: str | None = None
 

@@ -10,7 +10,7 @@ import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import cast
 
@@ -23,6 +23,7 @@ from pipespec.client.async_client import AsyncAnswer, AsyncClient
 from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
 from pipespec.core import Request
 from pipespec.errors import PipespecError
+from pipespec.server.answer_record import AnswerRecord
 from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
 from pipespec.server.reply_format import FinishReason, OutputDelta, ReplyFormat
@@ -117,6 +118,7 @@ class ResponseStream:
         metrics: Metrics,
         on_closed: Callable[[ResponseStream], None],
         origin: RequestOrigin,
+        record: AnswerRecord | None = None,
     ):
         self.request = request
         self.origin = origin
@@ -132,6 +134,7 @@ class ResponseStream:
             for i, each in enumerate(zip(texts, timers, strict=True))
         ]
         self._by_number: dict[int, _Answer] = {}  # of the request in the log
+        self._record = record
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -201,6 +204,9 @@ class ResponseStream:
         for answer in self._answers:
             answer.timer.finished(ABORTED)
         self._on_closed(self)
+        if self._record is not None:
+            texts = [(self.request.prompt_of(each.index), each.tokens) for each in self._answers]
+            await asyncio.to_thread(self._record.add, texts)
 
 
 @dataclass
@@ -213,11 +219,13 @@ class _Answer:
     text: FinalText
     timer: RequestTimer
     started: bool = False
+    tokens: list[int] = field(default_factory=list)
 
     def delta(self, event: Event) -> OutputDelta:
         if isinstance(event, Accepted):
             tokens = event.tokens if self.max_tokens else ()
             self.timer.add_tokens(len(tokens))
+            self.tokens += tokens
             if not self.max_tokens:
                 return OutputDelta(self.index, "")
             return OutputDelta(self.index, self.text.push(tokens), tokens, event.logprobs)

@@ -65,13 +65,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def private_folder(longest_name: str) -> Path:
-    """A new folder of this user alone, with a path short enough for a socket of this name."""
-    folder = _unused_path(longest_name)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def _unused_path(longest_name: str) -> Path:
     name = PREFIX + secrets.token_urlsafe(6)
     path = Path(tempfile.gettempdir(), name)
@@ -79,7 +72,8 @@ def _unused_path(longest_name: str) -> Path:
 
 
 class TemporaryFolder:
-    """A folder of `private_folder`. `hold` is the descriptor for children to inherit."""
+    """A new folder of this user alone, with a path short enough for a socket of this name. `hold`
+    is the descriptor for children to inherit."""
 
     def __init__(self, longest_name: str) -> None:
         self.folder = _unused_path(longest_name)

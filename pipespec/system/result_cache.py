@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,11 +15,19 @@ from typing import Any, TypeVar
 from pipespec.errors import ConfigError
 from pipespec.system.files import write_atomically
 from pipespec.system.folders import cache_folder
-from pipespec.system.validation import Unreadable, from_fields, parse_json, read_bytes, read_text
+from pipespec.system.validation import (
+    Missing,
+    Unreadable,
+    from_fields,
+    parse_json,
+    read_bytes,
+    read_text,
+)
 
 # How many of the most recently used results of each kind are kept.
 MAX_RESULTS = 64
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def cache_compiled_code() -> None:
@@ -37,7 +46,10 @@ def load_cached(name: str, depends: object) -> Any:
         found = parse_json(read_text(file))
         with suppress(OSError):
             os.utime(file)
-    except (ConfigError, Unreadable):
+    except (ConfigError, Missing):
+        return None
+    except Unreadable as error:
+        log.warning("%s is ignored, as it cannot be read: %s.", file, error)
         return None
     return found
 

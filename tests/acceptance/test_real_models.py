@@ -206,3 +206,38 @@ def test_text_and_log_probabilities_are_the_same_to_the_bit(model, policy, stage
     found = model.answers(POLICIES[policy], stages, at_once, SOME, SOME_TOKENS)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert [logprobs for _, logprobs in found] == [logprobs for _, logprobs in expected]
+
+
+@pytest.mark.real_models(QWEN, SMOLLM2, QWEN_DRAFT)
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_draft_of_another_vocabulary_gives_the_target_s_text(
+    redis_server: EmbeddedRedis, stages: int, record_property: Callable[[str, object], None]
+) -> None:
+    """That of `root`; the report has the tokens per step, beside those with a draft of the family
+    and with suffixes. `level` waits for its draft, so they depend on no time."""
+    prompts = [sample.prompt for sample in load(DATA)[:: len(load(DATA)) // 2]][:2]
+
+    def decoded(draft: str, *settings: str) -> tuple[list[list[int]], float]:
+        """The answers to each prompt by itself, and their tokens per step."""
+        size = f"model.context={CONTEXT}", f"cluster.stages={stages}"
+        deployment = cluster.make_deployment(path_of(QWEN), path_of(draft), *size, *settings)
+        served, texts, steps = ModelInfo.of(deployment), list[list[int]](), 0.0
+        for prompt in prompts:
+            ids = tuple(served.encode(prompt, chat=True)[: CONTEXT // 2])
+            asked = {"prompt": ids, "max_new_tokens": 32, "eos": deployment.target.eos}
+            ((tokens, _, stats),) = cluster.decode(deployment, redis_server, [asked])
+            texts.append(tokens)
+            steps += stats["steps"]
+        return texts, sum(map(len, texts)) / steps
+
+    expected, _ = decoded(SMOLLM2, *POLICIES["root"])
+    for name, draft, proposer in (
+        ("SmolLM2-135M", SMOLLM2, "draft_model"),
+        ("Qwen 0.5B", QWEN_DRAFT, "draft_model"),
+        ("suffix", SMOLLM2, "suffix"),
+    ):
+        fixed = "policy=level", "policy.width=8", "proposer.rounds=1"
+        texts, per_step = decoded(draft, f"proposer={proposer}", *fixed)
+        assert texts == expected
+        record_property(name, f"{per_step:.2f} tokens per step")
+        print(f"{stages} stages, {name}: {per_step:.2f} tokens per step")

@@ -77,6 +77,19 @@ def test_the_earlier_holder_is_ended_and_what_it_left_removed(directory, tmp_pat
         assert not directory.exists()
 
 
+def test_what_an_agent_of_another_cluster_left_is_removed(directory, tmp_path, runtime):
+    with holder(directory) as earlier:
+        other = runtime / "another.lock"
+        (runtime / f"{NAME}.lock").rename(other)
+        with sole_agent(NAME, tmp_path):
+            assert other.exists()
+        earlier.kill()
+        earlier.wait()
+        with sole_agent(NAME, tmp_path):
+            assert [*runtime.iterdir()] == [runtime / f"{NAME}.lock"]
+    assert not directory.exists()
+
+
 def test_the_folder_of_locks_is_for_this_user_alone(runtime):
     assert runtime_folder() == runtime
     assert runtime.stat().st_mode & 0o077 == 0

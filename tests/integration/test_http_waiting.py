@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import signal
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -143,6 +145,33 @@ def test_access_log_has_a_line_for_each_request_and_no_text(
         strict=True,
     ):
         assert re.fullmatch(rf"20[0-9T:.+-]+ {expected}", line), line
+
+
+def test_token_ids_are_kept_in_the_folder_that_the_user_names(
+    redis: EmbeddedRedis, demo: ModelInfo, tmp_path: Path
+) -> None:
+    """But for those of a client that gives a salt of its own."""
+    prompts = []
+
+    async def story(scene: Scene) -> None:
+        for more in ({}, {"cache_salt": "mine"}, {}):
+            asking = asyncio.create_task(scene.http.post("/v1/completions", json=ASKED | more))
+            request, length = await scene.taken()
+            prompts.append(length)
+            scene.say(request, length, 300, 301)
+            scene.say(request, length + 2, 302)
+            scene.finish(request, "length")
+            assert (await asking).status_code == 200
+
+    folder = tmp_path / "kept"
+    play(redis, demo, story, answers=str(folder))
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["answer"] for line in lines] == [[300, 301, 302]] * 2
+    assert [len(line["prompt"]) for line in lines] == [prompts[0], prompts[2]]
+    assert {line["target"] for line in lines} == {demo.target}
 
 
 # --- a cluster that loads ----------------------------------------------------------------------

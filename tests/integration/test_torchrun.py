@@ -117,6 +117,9 @@ def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capf
     with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
         until(lambda: invitation.exists() and invitation.stat().st_size)
         assert invitation.stat().st_mode & 0o077 == 0
+        assert main(["status", "hand"]) == 0
+        waits_for = f"there: run `launch/torchrun.sh {hosts_file} HOST {invitation}` there"
+        assert f"hand: waiting for {waits_for}\n" in capfd.readouterr().out
         script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts_file), "there", str(invitation)]
         with running(script, log) as there:
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:

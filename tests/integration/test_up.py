@@ -25,6 +25,7 @@ from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.memory import bytes_by_rank
 from pipespec.config.compose import compose
+from pipespec.config.hosts import own_name
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
 from pipespec.controller.redis_connection import RedisConnection
@@ -412,8 +413,10 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=ENDING_S)
     assert (process.returncode, out) == (0, "")
-    # What the workers said, each with its name.
-    assert all(line.startswith("local/") for line in err.splitlines())
+    # What the workers said, each with its name and the time, and how the cluster ended.
+    *said, last = err.splitlines()
+    assert all(f" {own_name()}/" in line for line in said), err
+    assert last.endswith(f" {NAME}: SIGINT has ended the cluster")
     assert up.processes() == []
     assert up.files() == []
 
@@ -435,6 +438,9 @@ def test_down_fails_what_is_open_with_one_sentence(
     until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
     assert status(capsys)[0]["open"] == 1
     assert place.run("down") == (0, f"{NAME} has ended.\n", "")
+    *_, asked, ended = place.log(NAME).splitlines()
+    assert f" {NAME}: `pipespec down` (process " in asked
+    assert ended.endswith(f" {NAME}: SIGTERM has ended the cluster")
     for user in (reader, waiting):
         _, err = user.communicate(timeout=ENDING_S)
         assert user.returncode == 1

@@ -8,13 +8,23 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.server.answer_record import AnswerRecord
 from pipespec.system.folders import resource_dir
-from tools.distill_draft import main
-from tools.distilling import config_of, kept_layers
+from tools.distill_draft import main, points
+from tools.distilling import (
+    Text,
+    config_of,
+    continue_greedily,
+    kept_answers,
+    kept_layers,
+    suffix_ranks,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +56,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(target: Path, corpus: Path, out: Path, *more: str, tokens: int = 2048) -> None:
+def run(
+    target: Path, corpus: Path, out: Path, *more: str, tokens: int = 2048, source: str = "--text"
+) -> None:
     small = ["--length", "32", "--batch-tokens", "256", "--own-rows", "4"]
     often = ["--checkpoint-every", "4", "--log-every", "4", "--device", "cpu"]
-    given = ["--target", str(target), "--text", str(corpus), "--out", str(out)]
+    given = ["--target", str(target), source, str(corpus), "--out", str(out)]
     folder = ["--folder", str(out.parent / "work")]
     main([*given, *folder, *small, *often, "--tokens", str(tokens), *more])
 
@@ -73,10 +85,13 @@ def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, ca
     out = tmp_path / "draft"
     run(target, corpus, out, "--layers", "2", "--halve")
     said = capsys.readouterr().out
-    assert len(re.findall(r"^After 0\.00 M tokens the target's greedy token is .*\.$", said, re.M))
+    assert len(re.findall(r"^\| 0\.00 M \| 0\.\d{3} \| 0\.\d{3} \| .*$", said, re.M)) >= 3
     assert f"\nThe draft is in {out}.\n" in said
-    (curve,) = re.findall(r"pipespec plan curve=(\S+)$", said, re.M)
-    assert [point.partition(":")[0] for point in curve.split(",")] == ["1", "4", "16"]
+    assert f"model.draft={out}" in said.partition("Recommended")[0], "a row of the plan"
+    plan = json.loads((out / "accuracy.json").read_text())["plan"]
+    assert plan["target"] == str(target)
+    for curve in (plan["curve"], plan["suffix"]):
+        assert Accuracy.parse(curve, 0.5).hit_rate(16) <= 1
     draft = AutoModelForCausalLM.from_pretrained(out)
     assert (draft.config.num_hidden_layers, draft.config.hidden_size) == (2, 16)
     assert (draft.config.vocab_size, draft.config.head_dim) == (2048, 8)
@@ -100,15 +115,63 @@ def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus,
     assert (tmp_path / "draft" / "accuracy.json").read_text() == curve
 
 
-def test_short_texts_are_left_out(target, corpus, tmp_path, capsys):
+def test_too_little_text_is_refused_before_the_target_writes(target, tmp_path):
     texts = tmp_path / "texts"
-    shutil.copytree(corpus, texts)
-    (texts / "short.txt").write_text("the cat sat")
-    run(target, texts, tmp_path / "draft", "--layers", "2", tokens=256)
-    assert "short.txt is left out: " in capsys.readouterr().out
-    (texts / "words.txt").unlink()
-    with pytest.raises(SystemExit, match=r"No text file .* has more than 65 tokens"):
-        run(target, texts, tmp_path / "other", "--layers", "2", tokens=256)
+    texts.mkdir()
+    with pytest.raises(SystemExit, match=r"have 0 tokens, of which more than 65 are needed"):
+        run(target, texts, tmp_path / "draft", "--layers", "2")
+    for name in ("one", "two"):
+        (texts / f"{name}.txt").write_text("the cat sat")
+    with pytest.raises(SystemExit, match=r"texts have \d+ tokens, of which more than 65"):
+        run(target, texts, tmp_path / "draft", "--layers", "2")
+
+
+@pytest.fixture
+def answers(target: Path, tmp_path: Path) -> Path:
+    """Answers of the target to users, and one of another model, as a server keeps them."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    record = AnswerRecord(str(tmp_path / "answers"), str(target))
+    for number in range(20):
+        prompt = torch.arange(5 * number, 5 * number + 8)[None]
+        ids = continue_greedily(model, prompt, 40)[0].tolist()
+        record.add([(ids[:8], ids[8:20]), (ids[:24], ids[24:])])  # a conversation of two turns
+    AnswerRecord(str(tmp_path / "answers"), "another").add([([1], [2] * 40)])
+    return record.folder
+
+
+def test_a_draft_learns_from_the_answers_that_a_server_has_kept(target, answers, tmp_path, capsys):
+    """And continues, whatever the server has written since."""
+    texts = kept_answers(answers, str(target))
+    assert [(len(text.ids), text.begin) for text in texts] == [(48, 24)] * 20
+    run(target, answers, tmp_path / "draft", "--layers", "5", tokens=256, source="--answers")
+    told = json.loads((tmp_path / "draft" / "accuracy.json").read_text())
+    assert told["accuracy"][0]["top"] == [1.0, 1.0, 1.0]
+    AnswerRecord(str(answers), str(target)).add([([1], [2] * 40)])
+    run(target, answers, tmp_path / "draft", "--layers", "5", tokens=256, source="--answers")
+    assert "draft continues at step 1 of 1" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has 0 answers of some model, but 2 are needed"):
+        kept_answers(answers, "some model")
+
+
+def test_suffixes_are_measured_with_what_was_answered_before():
+    text = Text(np.array([5, 6, 7, 8, 9, 1, 2]), 2)
+    known = Text(np.array([3, 4, 5, 6, 7, 8, 9]), 2)
+    assert suffix_ranks([], [text], 4).tolist() == [5] * 5
+    assert suffix_ranks([known], [text], 4).tolist() == [1, 1, 1, 5, 5]
+
+
+def test_curve_of_few_tokens_is_one_that_plan_takes():
+    """A later rank that by chance was hit more often than an earlier one counts as that."""
+    found = points(np.array([1, 1, 1, 4, 5, 5, 16, 17, 400]))
+    assert Accuracy.parse(found, 0.5).hit_rate(1) == pytest.approx(3 / 9, abs=1e-5)
+    assert found[-1] == "16:0.777778"
+    assert points(np.array([17]))[0] == "1:0.001000"
+
+
+def test_no_text_to_learn_from_is_refused(target, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--target", str(target), "--out", str(tmp_path), "--layers", "2"])
+    assert "give --text, --answers or both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tools.training import Budget, Mix, train
+from tools.training import Budget, Mix, optimizers_for, train
 
 BUDGET = Budget(tokens=250, batch_tokens=32, length=8, seed=3)
 VOCABULARY = 16
@@ -46,12 +46,12 @@ def trained(folder, budget=BUDGET, mix=None, kills=()):
     each of its lives, until a life is not."""
     batches = {}
     for kill in (*kills, budget.steps):
-        model, life = small_model(), []
+        model, life, text = small_model(), [], mix or some_text()
 
-        def loss_of(ids, progress, model=model, life=life, kill=kill):
+        def loss_of(step, model=model, life=life, text=text, kill=kill):
             if len(life) == kill:
                 raise Killed
-            step = round(progress * budget.steps)
+            ids = budget.batch("model", text, step)
             life.append(step)
             assert torch.equal(ids, batches.setdefault(step, ids)), "a step's batch never changes"
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -59,8 +59,8 @@ def trained(folder, budget=BUDGET, mix=None, kills=()):
 
         try:
             train(
-                "model", model, mix or some_text(), budget, folder, loss_of,
-                checkpoint_every=3, log_every=4,
+                "model", model, optimizers_for(model, model.model.layers), budget.steps, folder,
+                loss_of, began_with=budget.began_with(text), checkpoint_every=3, log_every=4,
             )  # fmt: skip
             return model.state_dict(), batches
         except Killed:

@@ -5,25 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from tools.docs.markdown import ROOT, table
+from tools.docs.markdown import ROOT, by_hand, table
 
 SOURCE = ROOT / "pipespec" / "extras" / "pages" / "page" / "glossary.js"
 PAGE = ROOT / "docs" / "statistics.md"
-HEAD = """\
-# Glossary
-
-<!-- Written by `python -m tools.docs.glossary` from pipespec/extras/pages/page/glossary.js. -->
-
-The words of the [dashboard](serving.md#dashboard), which shows these meanings by a hover, and the
-names by which [statistics](#statistics) and [metrics](metrics.md) have them.
-"""
-TAIL = """
-## Statistics
-
-`pipespec generate` prints the main ones to standard error; `generate --stats` and `bench` print
-all, with `--json` as one object; the [Python API](python-api.md) returns them with each output.
-`trace=FILE.json` writes what each rank did, with its rows by kind, for <https://ui.perfetto.dev>.
-"""
+LAST = "\n## Statistics\n"  # the last section, which is written by hand too
 Entry = tuple[str, str, list[str], list[str]]
 
 
@@ -36,14 +22,14 @@ def glossary() -> dict[str, list[Entry]]:
 
 def page() -> str:
     """The text of docs/statistics.md."""
-    text = HEAD
+    text = by_hand(PAGE)
     for title, words in glossary().items():
         rows = [
             [word, meaning, *(", ".join(f"`{name}`" for name in names) for names in lists)]
             for word, meaning, *lists in words
         ]
         text += f"\n## {title}\n\n" + table(("word", "meaning", "statistic", "metric"), rows)
-    return text + TAIL
+    return "".join([text, *PAGE.read_text().partition(LAST)[1:]])
 
 
 if __name__ == "__main__":

@@ -13,3 +13,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (headings, *rows)]
     first, *others = [f"| {line} |" for line in lines]
     return "\n".join([first, "|" + "---|" * len(headings), *others]) + "\n"
+
+
+def by_hand(page: Path) -> str:
+    """What a generated page says before its first section, which is written in it by hand."""
+    return page.read_text(encoding="utf-8").partition("\n## ")[0]

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md, the reference of `GET /metrics`, from the metrics' own definitions.
+"""Write the sections of docs/metrics.md, the reference of `GET /metrics`, from the metrics.
 
 python -m tools.docs.metrics
 """
@@ -10,20 +10,9 @@ from prometheus_client import Metric
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metrics import OURS, VLLM, RequestMetrics, cluster_metrics
-from tools.docs.markdown import ROOT, table
+from tools.docs.markdown import ROOT, by_hand, table
 
 PAGE = ROOT / "docs" / "metrics.md"
-HEAD = """\
-# Metrics
-
-<!-- Written by `python -m tools.docs.metrics` from pipespec/server/metrics.py. -->
-
-`GET /metrics` of `pipespec serve` exports these in Prometheus' text format. Every metric has the
-labels `model_name` and `engine` besides those listed. Where the last column says *yes* the metric
-is also exported under vLLM's prefix, `vllm:` in place of `pipespec_`, so that dashboards for vLLM
-work. [Monitoring](monitoring.md) says what to watch and how to read them, the
-[glossary](statistics.md) what the words mean.
-"""
 
 
 def sample_status() -> ClusterStatus:
@@ -61,7 +50,7 @@ def page() -> str:
     }
     headings = ("metric", "type", "labels", "meaning", "vLLM")
     tables = (f"\n## {title}\n\n{table(headings, rows)}" for title, rows in sections.items())
-    return HEAD + "".join(tables)
+    return by_hand(PAGE) + "".join(tables)
 
 
 if __name__ == "__main__":

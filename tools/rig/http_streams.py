@@ -23,12 +23,16 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Stream(asyncio.Protocol):
-    """A request and its answer."""
+    """A request and its answer.
+
+    Attributes:
+        num_events: events that have arrived.
+    """
 
     def __init__(self, request: bytes):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._num_events = 0
+        self.num_events = 0
         self._received = bytearray()
 
     @property
@@ -48,11 +52,6 @@ class Stream(asyncio.Protocol):
         return self.status == HTTPStatus.OK and DONE in self.body
 
     @property
-    def num_events(self) -> int:
-        """Events that have arrived."""
-        return self._num_events
-
-    @property
     def text(self) -> str:
         """The text of a stream of one completion."""
         lines = [line for line in self.body.splitlines() if line.startswith(DATA)]
@@ -67,7 +66,7 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        self._num_events += data.count(DATA)
+        self.num_events += data.count(DATA)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():

@@ -122,12 +122,6 @@ class Testbed:
 
     # --- what tests do with it --------------------------------------------------------------
 
-    @property
-    def relay_pid(self) -> int:
-        """The process that carries the packets, and removes the bed when this one ends."""
-        assert self._relay is not None, "the bed is not open"
-        return self._relay.pid
-
     def address(self, host: str) -> str:
         return f"10.77.0.{self.hosts.index(host) + 1}"
 
@@ -181,7 +175,8 @@ class Testbed:
 
     def relay_cpu_s(self) -> float:
         """How many seconds of a core the relay has used so far."""
-        times = psutil.Process(self.relay_pid).cpu_times()
+        assert self._relay is not None, "the bed is not open"
+        times = psutil.Process(self._relay.pid).cpu_times()
         return float(times.user + times.system)
 
     def socket(self, host: str, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:

@@ -163,9 +163,11 @@ def summary(deployment: Deployment) -> str | None:
 
 
 def loading(deployment: Deployment) -> str:
-    """What is loaded, and how many bytes of it, in words."""
+    """What is loaded, how many bytes of it, and which hosts are waited for, in words."""
     size = sum(memory.bytes_by_rank(deployment))
-    return f"loading {deployment.target.path.name}, {size_text(size)}"
+    by_hand = [host.name for host in deployment.hosts if host.by_hand]
+    waiting = f", waiting for {', '.join(by_hand)}" if by_hand else ""
+    return f"loading {deployment.target.path.name}, {size_text(size)}{waiting}"
 
 
 def expanded(deployment: Deployment) -> str | None:

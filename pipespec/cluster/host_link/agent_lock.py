@@ -55,6 +55,8 @@ def sole_agent(name: str | None, directory: Path) -> Iterator[None]:
         yield
         return
     path = runtime_folder() / f"{name.replace('/', '_')}.lock"
+    for other in set(path.parent.glob("*.lock")) - {path}:
+        _remove_killed(other)
     deadline = time.monotonic() + PATIENCE_S
     while (descriptor := lock_file(path)) is None:
         with suppress(OSError, UnicodeError):
@@ -64,9 +66,7 @@ def sole_agent(name: str | None, directory: Path) -> Iterator[None]:
                 _signal(holder[0], holder[1], kind)
         time.sleep(LOOK_S)
     with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        holder = file.read().splitlines()
-        if len(holder) == 3:
-            _remove(Path(holder[2]))
+        _remove_directory(file.read())
         file.seek(0)
         file.truncate()
         file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
@@ -85,9 +85,23 @@ def _signal(pid: str, created: str, kind: signal.Signals) -> None:
             process.send_signal(kind)
 
 
-def _remove(directory: Path) -> None:
-    """Remove what a killed agent left: a temporary folder of this user, and nothing else."""
+def _remove_killed(lock: Path) -> None:
+    """Remove the lock of an agent that was killed, and its directory."""
+    with suppress(OSError, UnicodeError):
+        if (descriptor := lock_file(lock)) is not None:
+            with os.fdopen(descriptor, encoding="utf-8") as file:
+                _remove_directory(file.read())
+                lock.unlink()
+
+
+def _remove_directory(holder: str) -> None:
+    """Remove what the agent that wrote a lock left: a temporary folder of this user, and nothing
+    else."""
     temporary = {Path(tempfile.gettempdir()), Path("/tmp")}
+    lines = holder.splitlines()
+    if len(lines) != 3:
+        return
+    directory = Path(lines[2])
     with suppress(OSError):
         found = directory.lstat()
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
 from pipespec.errors import ConfigError
-from pipespec.system.files import private_folder
+from pipespec.system.files import TemporaryFolder
 from pipespec.system.network_interfaces import resolve
 from pipespec.system.validation import shown
 from pipespec.system.versions import own_version
@@ -46,6 +45,8 @@ MOST_DEVICES = 64
 # Seconds in which both sides must prove their keys; without a sign of life after which a connection
 # counts as lost.
 PROVING_S, SILENCE_S = 10.0, 15
+# Seconds within which the socket is removed.
+REMOVING_S = 1.0
 ENDED = "the cluster has ended"
 
 
@@ -69,13 +70,13 @@ class JoinServer:
         self._sessions: dict[bytes, HostSession] = {}  # by the fingerprints of their keys
         self._lock = threading.Lock()
         self.unproven: set[HostClient] = set()
-        self._folder = private_folder(SOCKET)
-        self.path = str(self._folder / SOCKET)
+        self._scratch = TemporaryFolder(SOCKET)
+        self.path = str(self._scratch.folder / SOCKET)
         try:
             self.address = resolve(address)
             self._listener, self._asking = loop.call(self._listen(port))
         except OSError as error:
-            shutil.rmtree(self._folder)
+            self._scratch.close(REMOVING_S)
             raise ConfigError(
                 f"Hosts cannot join at {address}:{port} ({reason_of(error)}); name an address of "
                 "this machine, and a free port, with --at ADDRESS:PORT."
@@ -92,7 +93,7 @@ class JoinServer:
             sessions = list(self._sessions.values())
         for session in sessions:
             session.dismiss(ENDED, failed=False)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close(REMOVING_S)
 
     def invite(self, seconds: float) -> str:
         secret = self._invitations.make(seconds)

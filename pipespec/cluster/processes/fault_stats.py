@@ -38,7 +38,8 @@ class FaultStats:
     """Counts of faults, recoveries and resumptions, on top of those that are `known`. Callers pass
     the time, in seconds. A fault is counted once all ranks have joined again, or when the next
     fault happens: a broken link is often reported before the end of the worker that held it
-    (`reclassify`). That a lost worker stays away is no other fault than its loss.
+    (`reclassify`). That a lost worker stays away is no other fault than its loss, whose reason
+    comes first.
 
     A *recovery* lasts from the first fault until all ranks have joined, and if requests were
     running then, a *resumption* until any of them has a new token."""
@@ -56,6 +57,8 @@ class FaultStats:
     def record_fault(self, fault: Fault) -> None:
         if fault.kind is not FaultKind.STAYED_AWAY:
             self._count()
+        elif not self._counted:
+            fault = replace(fault, reason=f"{self.faults[-1].reason}; {fault.reason}")
         self.faults.append(fault)
         self._counted = False
         if self._down_since is None:
@@ -64,10 +67,13 @@ class FaultStats:
     def ended(self, epoch: int) -> bool:
         return bool(self.faults) and self.faults[-1].epoch == epoch
 
-    def reclassify(self, kind: FaultKind) -> None:
-        """Set the kind of the newest fault, once it is known why a link broke."""
-        if not self._counted and self.faults[-1].kind is FaultKind.LINK_BROKE:
-            self.faults[-1] = replace(self.faults[-1], kind=kind)
+    def reclassify(self, kind: FaultKind, reason: str) -> bool:
+        """Set kind and reason of the newest fault, once it is known why a link broke; whether it
+        was one."""
+        if self._counted or self.faults[-1].kind is not FaultKind.LINK_BROKE:
+            return False
+        self.faults[-1] = replace(self.faults[-1], kind=kind, reason=reason)
+        return True
 
     def begin_epoch(self, lengths: Mapping[int, int]) -> None:
         """Begin the next epoch; `lengths`: of the sequences of the last one, in tokens."""

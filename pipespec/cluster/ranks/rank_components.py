@@ -101,7 +101,7 @@ def load_model(
     if model.device.type == "cuda":
         speedups.capture_head(model, settings.graph_rows)
     for sentence in model.refused:
-        log.warning("rank %d: %s", rank, sentence)
+        log.warning(sentence)
     heap.release()  # what loading and self-tests have freed
     return model
 
@@ -198,18 +198,25 @@ def measures_steps(config: Config) -> bool:
     return not config.emulate and any(each.refills for each in config.policies)
 
 
+def calibrations_key(deployment: Deployment) -> list[Any]:
+    """What it depends on how often the proposers are right, on this machine."""
+    return [
+        *(package_version("pipespec"), platform.node(), str(deployment.dtype)),
+        [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
+        str(deployment.config.proposer),
+    ]
+
+
 def step_times_key(deployment: Deployment) -> list[Any]:
     """What the times of steps depend on. Policies, prompts and lengths are not part of it."""
     config = deployment.config
     processors = platform.machine(), platform.processor(), os.cpu_count()
     return [
-        package_version("pipespec"),
-        *(torch.__version__, platform.node(), processors, os.environ.get("OMP_NUM_THREADS")),
-        [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
+        *calibrations_key(deployment),
+        *(torch.__version__, processors, os.environ.get("OMP_NUM_THREADS")),
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
-        *map(str, (deployment.dtype, config.cluster.threads)),
-        *map(str, (config.transport, config.emulate_link, config.proposer)),
+        *map(str, (config.cluster.threads, config.transport, config.emulate_link)),
     ]
 
 

@@ -38,7 +38,11 @@ from pipespec.errors import ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import MOST_IN_FLIGHT
-from pipespec.head.proposers.calibration import CalibratedProposer
+from pipespec.head.proposers.calibration import (
+    CalibratedProposer,
+    calibrations_of,
+    restore_calibrations,
+)
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.scheduler import Scheduler
@@ -60,8 +64,9 @@ from pipespec.transport.transport_settings import NCCL
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
 LONGER_S = 15.0
-# The folder of what was learnt of steps (`LearntSteps`), in the user's cache folder.
-STEP_TIMES = "step_times"
+# The folders of what was learnt of steps (`LearntSteps`), and of how often the proposers are right,
+# in the user's cache folder.
+STEP_TIMES, CALIBRATIONS = "step_times", "calibrations"
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +97,9 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 return
             assignment = RankAssignment.decode(epoch.assignment)
             place = assignment.place_of(worker)
+            say_place("spare" if place is None else f"rank {place[0]}")
+            log.info("epoch %d has %d ranks", number, len(assignment.workers))
             if place is None:
-                log.info("epoch %d: spare", number)
                 continue
             rank, member = place
             if assignment.joined != known.joined:
@@ -123,6 +129,13 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                 log.info("epoch %d ended: %s", number, why_ended(error, assignment, following))
 
 
+def say_place(place: str) -> None:
+    """Begin each line that is logged with the place of this worker in its epoch. The launcher is in
+    the next epoch when it reads the last lines of one, so it cannot say that."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"{place}: %(message)s"))
+
+
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     deployment, rank, member = held.deployment, held.rank, held.member
     if deployment.devices[rank] == "cpu":
@@ -139,7 +152,6 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         if rank == 0 and member == 0 and deployment.mid is not None:
             sharing = held.num_models_on(deployment.devices[0])
             mid = mid_weights.of(deployment, rank, sharing, mid=True)
-        log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
         if len(held.members) == 1:
             join_and_run(held, model, mid, grammars)
             return
@@ -355,6 +367,13 @@ def _run_head(
     scheduling = rank_components.scheduler_config(deployment, kv_tokens)
     scheduler = Scheduler(scheduling, scorer)
     key = rank_components.step_times_key(deployment)
+    of_proposer = rank_components.calibrations_key(deployment)
+    calibrations = [*calibrations_of(proposer)]
+
+    def keep_learnt(steps: dict[str, Any]) -> None:
+        store_cached(STEP_TIMES, key, steps)
+        store_cached(CALIBRATIONS, of_proposer, [each.stored() for each in calibrations])
+
     receive_features = None
     if (returns := transport.returns) is not None:
         assert isinstance(proposer, CalibratedProposer)
@@ -367,12 +386,13 @@ def _run_head(
         config.emulate,
         grammars.begin,
         grammars.masks,
-        keep_learnt=partial(store_cached, STEP_TIMES, key),
+        keep_learnt=keep_learnt,
         receive_features=receive_features,
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_stages, scheduling.overlap, scheduling.rounds
         scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
+        restore_calibrations(calibrations, load_cached(CALIBRATIONS, of_proposer))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):

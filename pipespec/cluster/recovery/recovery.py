@@ -211,9 +211,11 @@ class Recovery:
             # done so already: the report of a death can arrive after its replacement has joined.
             if death.of(self._pids):
                 reasons.append((death.kind, self._latest_reason))
-            elif death.of(self._last_pids):
-                self._stats.reclassify(death.kind)
+            elif death.of(self._last_pids) and self._stats.reclassify(
+                death.kind, self._latest_reason
+            ):
                 self._publish_faults()
+                self._note_fault(shared)
         if len(joined) < len(workers):
             self._complete_since = None
         elif self._complete_since is None:
@@ -320,10 +322,15 @@ class Recovery:
     def _publish_faults(self) -> None:
         self.state = replace(self.state, faults=tuple(self._stats.faults))
 
+    def _note_fault(self, shared: Membership) -> str:
+        """Keep why the last epoch ended for those who look later; the reason."""
+        newest = self._stats.faults[-1]
+        shared.note_fault(newest.epoch, newest.reason)
+        return newest.reason
+
     def _begin_next_epoch(self, shared: Membership) -> None:
         self._progress.new_faults += 1
-        self._latest_reason = self._stats.faults[-1].reason
-        shared.note_fault(self.state.epoch, self._latest_reason)
+        self._latest_reason = self._note_fault(shared)
         self._give_up_without_progress(shared)
         if not self.stopped.is_set():
             running = [number for number, _ in shared.progress()]

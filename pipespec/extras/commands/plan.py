@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
-from pipespec.extras.commands import plan_hosts
+from pipespec.extras.commands import plan_drafts, plan_hosts
 from pipespec.extras.commands.plan_hosts import predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
     from pipespec.extras.plan.pipeline_times import DraftRecord
+    from pipespec.extras.plan.simulation import Rounds
 
 # What is tried unless a setting fixes it.
 TRIED: dict[str, Sequence[Any]] = {
@@ -28,6 +29,9 @@ TRIED: dict[str, Sequence[Any]] = {
     "policy.children": (8,),
     "proposer.rounds": (1, 3, "auto"),
 }
+# Rounds that are tried on GPUs: where a step holds one whole round and a part of a second, a longer
+# step with both may be faster than the shorter one, which `auto` chooses.
+ROUNDS_ON_GPUS: Sequence[Rounds] = (2, 3, "auto")
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
@@ -55,7 +59,8 @@ def add(commands: Commands) -> None:
         "plan",
         help="predict what a cluster will do, and say how to lay it out and how to decode",
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
-        "[NAME=VALUE ...] | pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
+        "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
+        "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
         description="Predict the time between tokens and the speed-up over plain pipeline "
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
         "else of every decoding method, for times of stages and draft that a profile or arguments "
@@ -76,6 +81,12 @@ def add(commands: Commands) -> None:
         "--models",
         action="store_true",
         help="list the models that pipespec knows; with --gpus those that fit",
+    )
+    command.add_argument(
+        "--drafts",
+        action="store_true",
+        help="compare what could draft for model.target: models at hand, or those of model.draft, "
+        "and proposer=suffix, by the times of this machine or of stage_ms",
     )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
     command.add_argument(
@@ -110,14 +121,14 @@ def add(commands: Commands) -> None:
 class Plan:
     """What is compared, and what is said beside it. `same`: layouts that take at most so much
     longer are as fast (`advice.recommend`). `about`: more for the JSON answer. `more`: the same and
-    sentences about the layout of a label, for the one that was chosen."""
+    sentences about the layout of a label with so many draft rounds, for the one that was chosen."""
 
     layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]
     accuracy: Accuracy | DraftRecord
     same: float = 0.01
     about: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[str], tuple[Mapping[str, Any], Sequence[str]]] = lambda label: ({}, ())
+    more: Callable[[str, Rounds], tuple[Mapping[str, Any], Sequence[str]]] = lambda *_: ({}, ())
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -125,7 +136,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
-        for option in ("gpus", "models", *OF_GPUS, "context", "profile"):
+        for option in ("gpus", "models", "drafts", *OF_GPUS, "context", "profile"):
             if getattr(arguments, option.replace("-", "_")):
                 raise ConfigError(f"--{option} is of no plan with a hosts file; leave one out.")
         return plan_hosts.run(arguments, settings)
@@ -139,7 +150,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     for option in OF_GPUS:
         if getattr(arguments, option.replace("-", "_")) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
-    plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
+    of_gpus = _by_times if arguments.gpus is None else _on_gpus
+    plan = (_of_drafts if arguments.drafts else of_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
         asked = (plan.layouts, plan.methods, plan.accuracy)
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
@@ -150,7 +162,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     plainest = min(equal, key=lambda layout: layout.num_devices)
     label = plainest.label if advised is None else advised.layout
     layout = next(each for each in plan.layouts if each.label == label)
-    more, sentences = plan.more(label)
+    rounds = plan.methods[-1].rounds if advised is None else advised.rounds
+    more, sentences = plan.more(label, rounds)
     if arguments.json:
         answer = {
             **plan.about,
@@ -237,7 +250,28 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
             f"to add its bytes over the bandwidth of the slowest link, {profile.row_ms:.3g} ms."
         )
     accuracy = profile.accuracy()
-    return Plan([layout], _methods(given), accuracy, about=about, more=lambda label: ({}, said))
+    return Plan([layout], _methods(given), accuracy, about=about, more=lambda *_: ({}, said))
+
+
+def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """The default policy with each draft at hand."""
+    from pipespec.config.compose import default_policy
+    from pipespec.extras.emulation.synthetic_proposer import Accuracy
+    from pipespec.extras.plan.advice import DecodingMethod
+    from pipespec.extras.plan.gpu_layouts import ROUND_MS
+
+    given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
+    suffix = Accuracy.parse(list(SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]), SUFFIX_SPREAD)
+    layouts, found = plan_drafts.compared(given, (suffix, ROUND_MS))
+    said = [each.in_words() for each in found]
+    said.append(
+        "Rounds are timed on this machine, and so are stages without stage_ms, as many machines "
+        "like it. Assumed is what a close pair had, of another vocabulary the common share of it; "
+        "`pipespec bench --profile` measures. docs/drafts.md says how to make a draft."
+    )
+    method = DecodingMethod("best_first", default_policy("best_first"), "auto")
+    about = {"drafts": [asdict(each) for each in found]}
+    return Plan(layouts, [method], suffix, about=about, more=lambda label: ({}, said))
 
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
@@ -270,7 +304,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     drafts = suffix or draft is not None
     name = "best_first" if drafts else "root"
     policy = default_policy(name)
-    method = DecodingMethod(name, policy, "auto" if drafts else 1)
+    methods = [DecodingMethod(name, policy, n) for n in (ROUNDS_ON_GPUS if drafts else (1,))]
     accuracies: Sequence[Accuracy] = RANGE
     if suffix or "curve" in given:
         curves = [given["curve"]] if "curve" in given else SUFFIX_RANGE
@@ -285,13 +319,14 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}
 
-    def more(label: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def more(label: str, rounds: Rounds) -> tuple[Mapping[str, Any], Sequence[str]]:
         cluster = by_label[label]
         plain_ms = cluster.machine.plain_tbt_ms
         said, by_accuracy = [*cluster.sentences(own, gpus)], []
         for model in filter(None, (target, own)):
             if why := model.shape.undecoded:
                 said.insert(0, f"pipespec does not decode {model.shape.name}: {why}.")
+        method = DecodingMethod(name, policy, rounds)
         for each in accuracies if drafts else ():
             ms = predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms
             by_accuracy.append({"top1": each.hit_rate(1), "tbt_ms": ms})
@@ -310,7 +345,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said
 
     layouts = [each.layout(("proposer=suffix",) * suffix) for each in clusters]
-    return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
+    return Plan(layouts, methods, usual, EQUAL, {"target": asdict(shape)}, more)
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:

@@ -52,12 +52,14 @@ class DecodingMethod:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One way to use the devices: in words, its times, how many it uses, and its settings."""
+    """One way to use the devices: in words, its times, how many it uses, and its settings;
+    `accuracy`: of a draft of its own."""
 
     label: str
     machine: Machine
     num_devices: int = 0
     settings: tuple[str, ...] = ()
+    accuracy: Accuracy | None = None
 
 
 class Division(NamedTuple):
@@ -214,9 +216,8 @@ def predict_all(
     cells = list(product(layouts, methods))
     found = []
     for done, (layout, method) in enumerate(cells, 1):
-        found.append(
-            predict(method, layout.machine, accuracy, num_tokens=num_tokens, layout=layout)
-        )
+        of = layout.accuracy or accuracy
+        found.append(predict(method, layout.machine, of, num_tokens=num_tokens, layout=layout))
         on_done(done, len(cells))
     return sorted(found, key=lambda each: each.tbt_ms)
 

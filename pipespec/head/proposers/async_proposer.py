@@ -52,6 +52,7 @@ class AsyncProposer:
     ):
         """`clock`: the least time of a pass; `device`: of the proposer's model."""
         self._proposer = proposer
+        self.parts = (proposer,)
         self._clock = clock
         self._thread = ThreadPoolExecutor(
             1, "mid-size model", initializer=make_current, initargs=(device,)

@@ -3,13 +3,15 @@
 How often draft tokens were accepted is counted over all texts: by rank among siblings, by stated
 probability, and by depth below the root. Within each text it is counted by rank and probability;
 these counts have the weight by which texts have been observed to differ. Old counts fade.
-Corrections are added in log-odds.
+Corrections are added in log-odds. What holds over all texts is kept for the next start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.node_records import NodeRecords
+
+log = logging.getLogger(__name__)
 
 # Probabilities are limited to [LEAST, 1 - LEAST].
 LEAST = 1e-9
@@ -70,14 +74,14 @@ class HitCounts:
 
     `shift` `[kinds]` is what these counts add to stated log-odds. When a kind is observed again,
     `memory` is the share of its counts that is held. `prior` is how many draft tokens of each kind
-    are assumed to have hit as often as stated.
+    are assumed to have hit as often as stated. `sums` `[3, kinds]` are these numbers.
     """
 
     def __init__(self, kinds: int, memory: float, prior: float):
         self.memory = memory
         self.prior = prior
         self.shift = np.zeros(kinds)
-        self._sums = np.zeros((3, kinds))
+        self.sums = np.zeros((3, kinds))
 
     def add(self, kinds: np.ndarray, stated: np.ndarray, hits: np.ndarray) -> None:
         """Count the candidates `[k]` of one node, given their kinds."""
@@ -85,8 +89,12 @@ class HitCounts:
         tokens = np.bincount(kinds, minlength=size)
         seen = tokens.nonzero()[0]
         more = tokens, np.bincount(kinds, stated, size), np.bincount(kinds, hits, size)
-        self._sums[:, seen] = self.memory * self._sums[:, seen] + np.stack(more)[:, seen]
-        tokens, expected, observed = self._sums[:, seen]
+        self.sums[:, seen] = self.memory * self.sums[:, seen] + np.stack(more)[:, seen]
+        self.correct(seen)
+
+    def correct(self, seen: np.ndarray) -> None:
+        """Compute anew what is added to the log-odds of the kinds `seen`, `[k]`."""
+        tokens, expected, observed = self.sums[:, seen]
         mean, prior = expected / tokens, self.prior
         self.shift[seen] = log_odds((observed + prior * mean) / (tokens + prior)) - log_odds(mean)
 
@@ -101,6 +109,30 @@ class Calibration:
         # How much texts differ, by kind of draft token. Where they are alike, the counts of one
         # text alone are chance.
         self._differ = np.full(NUM_TEXT_KINDS, 0.5)
+
+    @property
+    def _of_all_texts(self) -> tuple[np.ndarray, ...]:
+        return self._ranks.sums, self._depths.sums, self._differ
+
+    def stored(self) -> list[list[float]]:
+        """What another run may begin with, as JSON can represent it: nothing of a single text."""
+        return [each.round(4).tolist() for each in self._of_all_texts]
+
+    def restore(self, stored: Any) -> bool:
+        """Go on from what an earlier run has stored; False: it cannot be read, and is ignored."""
+        try:
+            found = [np.array(each, float) for each in stored]
+        except (TypeError, ValueError):
+            return False
+        own = self._of_all_texts
+        valid = all(np.isfinite(each).all() and (each >= 0).all() for each in found)
+        if not valid or [each.shape for each in found] != [each.shape for each in own]:
+            return False
+        for mine, kept in zip(own, found, strict=True):
+            mine[:] = kept
+        for counts in (self._ranks, self._depths):
+            counts.correct(counts.sums[0].nonzero()[0])
+        return True
 
     def start_text(self, text: int) -> None:
         self._texts[text] = HitCounts(NUM_TEXT_KINDS, TEXT_MEMORY, TEXT_PRIOR)
@@ -200,6 +232,11 @@ class CalibratedProposer:
         self.calibration = calibration or Calibration()
         self.stated: NodeRecords[_PendingNode] = NodeRecords()
 
+    @property
+    def parts(self) -> tuple[Proposer, ...]:
+        """Those whose calibrations are kept too (`calibrations_of`)."""
+        return (self.proposer,)
+
     def start_sequence(self, context: Context) -> None:
         self.stated.start_sequence(context)
         self.calibration.start_text(context.sequence)
@@ -282,3 +319,23 @@ class CalibratedProposer:
         logps = np.log(self.calibration.correct(text, stated, np.array(row_depths)))
         paths = replace(paths, logps=logps[rows, columns])
         return replace(found, logps=logps[:size, :width], paths=paths)
+
+
+def calibrations_of(proposer: object) -> Iterator[Calibration]:
+    """The calibrations of a proposer and of the `parts` that it combines, in an order that is the
+    same at every start."""
+    if isinstance(proposer, CalibratedProposer):
+        yield proposer.calibration
+    for part in getattr(proposer, "parts", ()):
+        yield from calibrations_of(part)
+
+
+def restore_calibrations(calibrations: Sequence[Calibration], stored: Any) -> None:
+    """Let them go on from what those of an earlier run have stored; None: nothing. What cannot be
+    read is ignored, which the log says."""
+    if stored is None:
+        return
+    found = stored if isinstance(stored, list) else [None] * len(calibrations)
+    restored = [each.restore(kept) for each, kept in zip(calibrations, found, strict=False)]
+    if not all(restored):
+        log.warning("What was learnt of how often draft tokens hit is ignored: it has other forms.")

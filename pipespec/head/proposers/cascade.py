@@ -90,6 +90,7 @@ class CascadeProposer:
         """A pass scores `rows` nodes, none of them at position `end` or beyond."""
         self._draft = draft
         self._mid = mid
+        self.parts = draft, mid
         self._rows = rows
         self._end = end
         # Of the pass under way: each sequence, its tree, and the request with a copy of that.

@@ -91,28 +91,28 @@ class HybridProposer:
     """
 
     def __init__(self, members: Sequence[Proposer]):
-        self.members = [CalibratedProposer(member) for member in members]
-        self.mixture = LogOddsMixture(len(self.members))
+        self.parts = [CalibratedProposer(member) for member in members]
+        self.mixture = LogOddsMixture(len(self.parts))
         self._stated: NodeRecords[ProbabilitiesByToken] = NodeRecords()
 
     def start_sequence(self, context: Context) -> None:
         self._stated.start_sequence(context)
-        for member in self.members:
+        for member in self.parts:
             member.start_sequence(context)
 
     def end_sequence(self, sequence: int) -> None:
         self._stated.end_sequence(sequence)
-        for member in self.members:
+        for member in self.parts:
             member.end_sequence(sequence)
 
     def accept_verdict(self, verdict: Verdict) -> None:
-        for member in self.members:
+        for member in self.parts:
             member.accept_verdict(verdict)
         for (tokens, stated), token, _ in self._stated.take_decided(verdict):
             self.mixture.learn(stated, np.array(tokens) == token)
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
-        by_member = [member.propose(requests, children) for member in self.members]
+        by_member = [member.propose(requests, children) for member in self.parts]
         found: list[Proposal | None] = []
         for request, answers in zip(requests, zip(*by_member, strict=True), strict=True):
             ready = [proposal for proposal in answers if proposal is not None]

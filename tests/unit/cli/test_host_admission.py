@@ -60,6 +60,6 @@ def test_without_a_default_route_nothing_is_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(up, "measured_problem", lambda *_: pytest.fail("hosts were measured"))
     with (
         pytest.raises(ConfigError, match="no default route, by which others could reach it"),
-        up.planned(compose(), measure=False, join_options=JoinOptions()),
+        up.planned(compose(), lambda _: None, measure=False, join_options=JoinOptions()),
     ):
         pass

@@ -383,6 +383,18 @@ def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password()
     assert "secret" in json.dumps(asdict(silent))
 
 
+def test_status_says_for_which_hosts_a_start_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with claim("hand") as note:
+        note("b: run `x` there")
+        assert main(["status"]) == 0
+        found = capsys.readouterr().out
+        assert " waiting " in found
+        assert "hand: waiting for b: run `x` there\n" in found
+        note(None)
+        assert main(["status"]) == 0
+        assert " loading " in capsys.readouterr().out
+
+
 def test_a_host_that_has_joined_says_which_cluster_and_what_it_computes(
     capsys: pytest.CaptureFixture[str], state: Path
 ) -> None:
@@ -407,8 +419,11 @@ def test_a_host_that_has_joined_says_which_cluster_and_what_it_computes(
         (file,) = state.glob("*.joined")
         left = json.loads(file.read_text())
         gone = {**left, "owner": {**left["owner"], "created": 0.0}}
-        file.write_text(json.dumps(gone))  # of a process that was killed
-        assert registry.joined() == []
+        killed = state / "1.joined"
+        killed.write_text(json.dumps(gone))
+        assert len(registry.joined()) == 1
+        with noting_joined("10.0.0.2:5000", "beta"):
+            assert [*state.glob("*.joined")] == [file]
 
 
 def test_a_host_joins_where_nothing_can_be_noted(

@@ -89,3 +89,8 @@ def test_an_answer_is_summarised_in_one_line(capsys: pytest.CaptureFixture[str])
         "24 tokens after 5 of the prompt, ended by length: 16.9 ms per token, 1.92 tokens per "
         "step, 75% of the tokens were accepted draft tokens.\n"
     )
+    print_statistics(Result("a", [1], None, 5, 1, "length", first), "2026, epoch 3: b/0 ended.")
+    assert capsys.readouterr().err == (
+        "1 tokens after 5 of the prompt, ended by length; it stood still after the fault of 2026, "
+        "epoch 3: b/0 ended.\n"
+    )

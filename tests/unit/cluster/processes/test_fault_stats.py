@@ -12,15 +12,15 @@ def test_broken_link_counts_as_worker_ended_once_the_end_is_reported() -> None:
     stats = FaultStats({})
     stats.record_fault(Fault(1, BROKE, "a/1: lost its link", 10.0))
     assert not stats.counts  # its cause may still be reported
-    stats.reclassify(ENDED)
+    assert stats.reclassify(ENDED, "b/0 ended (SIGKILL)")
     stats.all_ranks_joined(12.5)
     assert stats.counts == {"faults/worker_ended": 1, "recoveries": 1, "recovery_ns": 2.5e9}
-    stats.reclassify(GONE)  # too late
+    assert not stats.reclassify(GONE, "Redis went away")  # too late
     stats.all_ranks_joined(13.0)
-    assert [fault.kind for fault in stats.faults] == [ENDED]
+    assert stats.faults == [Fault(1, ENDED, "b/0 ended (SIGKILL)", 10.0)]
     assert stats.counts["recoveries"] == 1
     stats.record_fault(Fault(2, GONE, "Redis went away", 14.0))
-    stats.reclassify(ENDED)  # no link broke
+    assert not stats.reclassify(ENDED, "b/0 ended (SIGKILL)")  # no link broke
     stats.all_ranks_joined(15.0)
     assert stats.counts["faults/redis_gone"] == 1
 
@@ -53,6 +53,7 @@ def test_lost_host_whose_place_others_take_is_one_fault() -> None:
     stats.begin_epoch({})
     stats.record_fault(Fault(2, AWAY, "b/0, b/1 stayed away", 40.0))
     stats.all_ranks_joined(42.0)
+    assert stats.faults[-1].reason == "a/0: lost its link; b/0, b/1 stayed away"
     once = {"faults/stayed_away": 1, "recoveries": 1, "recovery_ns": 32 * 10**9}
     assert stats.counts == once
     stats.record_fault(Fault(3, ENDED, "another", 50.0))

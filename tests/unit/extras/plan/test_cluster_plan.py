@@ -293,8 +293,8 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
         # Every hop takes as long as many layers, so each stage more costs time.
         ("wan", ASKED[2:], {"rtx3090": 5}),
         ("wan", [], {"rtx3090": 6}),
-        # Stages without hops work at the same time, but the last two save less than 5 %.
-        (None, ASKED[2:], {"rtx3090": 2}),
+        # Stages without hops work at the same time, but the last four save less than 5 %.
+        (None, ASKED[2:], {"rtx3090": 4}),
         # Without draft tokens they wait for each other.
         (None, [], {"rtx3090": 6}),
     ],
@@ -310,6 +310,19 @@ def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
     assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
     assert main(asked) == 0
     assert ("add nothing" in capsys.readouterr().out) == bool(left_out)
+
+
+def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two(
+    capsys: pytest.CaptureFixture[str],
+):
+    asked = ["plan", "model.target=Qwen3-32B", "model.draft=Qwen3-0.6B", "--weights", "int4"]
+    assert main([*asked, "--gpus", "rtx3090:4", "--tokens", "200", "--json"]) == 0
+    found: dict[str, list] = {}
+    for each in json.loads(capsys.readouterr().out)["predictions"]:
+        found.setdefault(each["layout"], []).append(each)  # the fastest first
+    one, two, three = (found[f"rtx3090 + {n} x rtx3090"][0] for n in (1, 2, 3))
+    assert three["rounds"] == 2
+    assert three["tbt_ms"] < one["tbt_ms"] and two["tbt_ms"] < one["tbt_ms"]
 
 
 def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixture[str]):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
+
 import numpy as np
 import pytest
 
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.proposer import Context, Proposal
-from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
+from pipespec.head.proposers.calibration import (
+    CalibratedProposer,
+    Calibration,
+    calibrations_of,
+    restore_calibrations,
+)
+from pipespec.head.proposers.hybrid import HybridProposer
 from tests.helpers.drafted import Drafted
 
 TEXT = 0
@@ -98,3 +107,53 @@ def test_tokens_of_paths_are_calibrated_too():
     proposer.calibration.start_text(TEXT)
     hits = proposer.calibration.correct(TEXT, np.full((1, 1), 0.5), np.array([1]))[0, 0]
     assert hits == pytest.approx(0.85, abs=0.12)
+
+
+def learnt(hits: int) -> Calibration:
+    """Of tokens of a stated probability of .5, of which so many of four hit."""
+    calibration = Calibration()
+    calibration.start_text(TEXT)
+    for i in range(200):
+        calibration.observe(TEXT, np.array([0.5, 0.2]), 1, 0 if i % 4 < hits else 1)
+    return calibration
+
+
+def corrected(calibration: Calibration) -> np.ndarray:
+    """Of a text that begins."""
+    calibration.start_text(TEXT + 1)
+    return calibration.correct(TEXT + 1, np.array([[0.5, 0.2]]), np.array([1]))
+
+
+def test_a_second_start_begins_with_what_the_first_has_learnt():
+    first, second = learnt(4), Calibration()
+    restore_calibrations([second], json.loads(json.dumps([first.stored()])))
+    np.testing.assert_allclose(corrected(second), corrected(first), atol=1e-4)
+    assert corrected(second)[0, 0] > 0.8 > corrected(Calibration())[0, 0]
+    second.start_text(TEXT)
+    second.observe(TEXT, np.array([0.5, 0.2]), 1, 0)  # it goes on learning
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {},
+        ["text"],
+        [None],
+        [[[1.0], [1.0], [1.0]]],
+        [[[[1.0, 2.0], [1.0]], [], []]],
+        [[(each * np.nan).tolist() for each in map(np.array, learnt(4).stored())]],
+    ],
+    ids=["object", "text", "null", "shapes", "ragged", "numbers"],
+)
+def test_what_is_kept_and_cannot_be_read_is_ignored_with_one_sentence(stored, caplog):
+    calibration = Calibration()
+    with caplog.at_level(logging.WARNING):
+        restore_calibrations([calibration], stored)
+    (said,) = caplog.messages
+    assert said.startswith("What was learnt of how often draft tokens hit is ignored: ")
+    assert calibration.stored() == Calibration().stored()
+
+
+def test_every_proposer_of_a_hybrid_keeps_what_it_has_learnt():
+    hybrid = CalibratedProposer(HybridProposer([Ahead(), Ahead()]))
+    assert len({*map(id, calibrations_of(hybrid))}) == 3

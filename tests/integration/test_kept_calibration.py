@@ -1,0 +1,51 @@
+"""What a head has learnt of its proposer, from one start to the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.system.folders import resource_dir
+from tools.rig import cluster
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
+def test_calibration_outlives_a_start_and_a_file_that_cannot_be_read(
+    redis: EmbeddedRedis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    proposer: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    demo = resource_dir("demo")
+    settings = f"proposer={proposer}", "policy.width=4", "cluster.stages=2"
+    prompt = tuple(range(300, 320))
+
+    def decoded() -> tuple[list[int], np.ndarray]:
+        """A text, and how many draft tokens of each kind the file counts then."""
+        deployment = cluster.make_deployment(demo / "target", demo / "draft", *settings)
+        ((tokens, _, _),) = cluster.decode(
+            deployment, redis, [{"prompt": prompt, "max_new_tokens": 150}]
+        )
+        (file,) = (tmp_path / "pipespec" / "calibrations").iterdir()
+        (_, depths, _), *_ = json.loads(file.read_text())
+        return tokens, np.array(depths)[0]
+
+    text, first = decoded()
+    assert decoded()[0] == text
+    _, second = decoded()
+    assert second.sum() > 1.5 * first.sum(), "it goes on from what was counted"
+    assert not caplog.messages
+    (file,) = (tmp_path / "pipespec" / "calibrations").iterdir()
+    file.write_text("{")
+    same, third = decoded()
+    assert same == text and third.sum() < 1.5 * first.sum()
+    (said,) = (each for each in caplog.messages if "is ignored, as it cannot be read" in each)
+    assert str(file) in said
