@@ -10,8 +10,8 @@ on the target's own text: on answers that `pipespec serve` has kept, `--answers`
 continuations of beginnings of `--text`, a folder of text files, on which it learns too. `--target`
 is a folder or a hub id, `--tokens` the budget. A run that was killed continues in `--folder`. At
 every checkpoint the draft is measured on text that the target wrote and that it does not learn
-from, of kept answers the newest; the curve goes into `accuracy.json` of the draft and its model
-card. At the end `pipespec plan --drafts` says what it would gain.
+from, of kept answers the newest; the curve goes into `accuracy.json` of the draft. At the end
+`pipespec plan --drafts` says what it would gain.
 """
 
 from __future__ import annotations
@@ -75,43 +75,14 @@ def points(ranks: np.ndarray) -> list[str]:
     return [f"{k}:{share:.6f}" for k, share in enumerate(shares.tolist(), 1)]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracy by tokens learnt from, as Markdown."""
-    lines = [
-        f"| tokens | {' | '.join(f'top-{k}' for k in TOP_KS)} |",
-        "|---" * (1 + len(TOP_KS)) + "|",
-    ]
-    for row in rows:
-        shares = " | ".join(f"{share:.3f}" for share in row["top"])
-        lines.append(f"| {row['tokens'] / 1e6:.2f} M | {shares} |")
-    return "\n".join(lines)
+def said(row: dict[str, Any]) -> str:
+    shares = ", ".join(f"{top:.3f} among {k}" for k, top in zip(TOP_KS, row["top"], strict=True))
+    return f"after {row['tokens'] / 1e6:.2f} M tokens the target's token is {shares} of the draft's"
 
 
 def store(path: Path, values: dict[str, Any]) -> None:
     text = json.dumps(values, indent=2) + "\n"
     written(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
-def card(
-    draft: PreTrainedModel, budget: Budget, rows: Sequence[dict[str, Any]], args: argparse.Namespace
-) -> str:
-    config, widths = draft.config, "half its widths" if args.halve else "its widths"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {args.out.name}
-
-A draft for {Path(args.target).name}: {config.num_hidden_layers} layers, {widths}, \
-{draft.num_parameters() / 1e6:.2f} M parameters. Made by `tools/distill_draft.py` of pipespec from \
-{budget.steps * budget.batch_tokens / 1e6:.1f} M tokens.
-
-How often the target's greedy token is among the best k of the draft, along text that the target
-has written itself and that the draft did not learn from:
-
-{table(rows)}
-"""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -188,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         top = [float((ranks <= k).mean()) for k in TOP_KS]
         rows[:] = [*(row for row in rows if row["tokens"] < tokens), {"tokens": tokens, "top": top}]
         store(path, {"top_ks": TOP_KS, "accuracy": rows})
-        console.print(table(rows[-1:]).splitlines()[-1])
+        console.print(said(rows[-1]), soft_wrap=True)
 
     if not rows:
         measure(0)
@@ -210,11 +181,9 @@ def main(argv: list[str] | None = None) -> None:
     suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
     plan = {"target": full_name(args.target), "curve": own_curve, "suffix": suffix}
     store(args.out / "accuracy.json", {"top_ks": TOP_KS, "accuracy": rows, "plan": plan})
-    (args.out / "README.md").write_text(card(draft, budget, rows, args), encoding="utf-8")
-    console.print(table(rows), soft_wrap=True)
     models = f"model.target={args.target}", f"model.draft={args.out}"
-    said = f"The draft is in {args.out}.\nTo decode with it: pipespec generate {' '.join(models)}"
-    console.print(said, soft_wrap=True)
+    console.print(f"The draft is in {args.out}.", soft_wrap=True)
+    console.print(f"To decode with it: pipespec generate {' '.join(models)}", soft_wrap=True)
     pipespec(["plan", "--drafts", *models])
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.engine.checkpoint.parts import parts_file
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import assert_private, listening
@@ -27,6 +28,7 @@ if (lacking := missing()) is not None:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LENGTHS = (40, 56, 72)
+SMALL_BLOCKS = Path(__file__).parents[1] / "helpers" / "small_blocks"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(models: Path) -> Iterator[JoinableCluster]:
-    with Testbed(hosts=2, with_ssh=False) as bed:
+    with pytest.MonkeyPatch.context() as patch, Testbed(hosts=2, with_ssh=False) as bed:
+        patch.setenv("PYTHONPATH", str(SMALL_BLOCKS))
+        patch.setattr(parts_file, "BLOCK_BYTES", 2**15)  # as there
         with JoinableCluster(bed, models, "cluster.patience_s=3") as cluster:
             yield cluster
         assert cluster.up.wait() == 0, cluster.up.lines

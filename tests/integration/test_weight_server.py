@@ -14,12 +14,13 @@ import pytest
 
 from pipespec.cluster.weights.server import MOST_UNPROVEN, WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile, place_of
 from pipespec.engine.checkpoint.parts.sources import RangeSource, Unavailable
 from pipespec.errors import ModelError
 
 ADDRESS = "127.0.0.2"
-BLOB = os.urandom(3 * 2**20)
+NUM_BLOCKS = 3
+BLOB = os.urandom((NUM_BLOCKS - 1) * BLOCK_BYTES + 7)
 NAME = "a file & more.gguf"
 
 
@@ -41,32 +42,46 @@ def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
 
 def source(server: WeightServer, certificate: Certificate, name: str = NAME) -> RangeSource:
     url = url_of(server.url, name)
-    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    context = tls_context(certificate, server=False)
     found = RangeSource("beta", {NAME: url}, context)
     found.wait = lambda _: None
     return found
 
 
-def read(of: RangeSource, start: int = 0, stop: int = len(BLOB)) -> bytes:
-    return bytes(of.read(NAME, (start, stop), len(BLOB)))
+def part(block: int) -> bytes:
+    return BLOB[slice(*place_of(block, len(BLOB)))]
 
 
-def test_several_threads_read_parts_as_they_are(
+def read(of: RangeSource, block: int = 0) -> bytes:
+    return bytes(of.read(NAME, place_of(block, len(BLOB)), len(BLOB)))
+
+
+def test_several_threads_read_blocks_as_they_are(
     server: WeightServer, certificate: Certificate
 ) -> None:
     beta = source(server, certificate)
-    for start, stop in ((0, len(BLOB)), (7, 11), (2**18 - 1, 2**19 + 1)):
-        assert read(beta, start, stop) == BLOB[start:stop]
     with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(lambda _: read(beta), range(4))] == [BLOB] * 4
+        found = [*pool.map(lambda block: read(beta, block), [*range(NUM_BLOCKS)] * 2)]
+    assert b"".join(found) == BLOB * 2
 
 
-@pytest.mark.parametrize("name", ["another.gguf", "../" + NAME, ".", NAME])
-def test_only_parts_of_weight_files_of_the_start_are_sent(
+@pytest.mark.parametrize("name", ["another.gguf", "../" + NAME, "."])
+def test_only_weight_files_of_the_start_are_sent(
     name: str, server: WeightServer, certificate: Certificate
 ) -> None:
-    with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 4(04|16)"):
-        read(source(server, certificate, name), 0, len(BLOB) + 1)
+    with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 404"):
+        read(source(server, certificate, name))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [(0, len(BLOB)), (1, BLOCK_BYTES), (0, 1), (len(BLOB), len(BLOB)), (2 * BLOCK_BYTES, 2**99)],
+)
+def test_only_whole_blocks_are_sent(
+    asked: tuple[int, int], server: WeightServer, certificate: Certificate
+) -> None:
+    with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 416"):
+        source(server, certificate).read(NAME, asked, len(BLOB))
 
 
 @pytest.mark.parametrize("why", ["never fetched", "changed on the disk"])
@@ -75,14 +90,14 @@ def test_blocks_that_are_not_as_recorded_are_not_sent(
 ) -> None:
     file = PartsFile.create(tmp_path / NAME, len(BLOB))
     for block in range(3 if why.startswith("changed") else 2):
-        file.write(block, BLOB[slice(*file.place(block))])
+        file.write(block, part(block))
     with file.path.open("r+b") as stream:
         stream.seek(2 * BLOCK_BYTES)
         stream.write(b"wrong")
     beta = source(WeightServer(ADDRESS, certificate, {NAME: file}.get), certificate)
-    with pytest.raises(Unavailable, match="though asked 2 times"):
-        read(beta)
-    assert read(beta, 5, 2 * BLOCK_BYTES) == BLOB[5 : 2 * BLOCK_BYTES]
+    with pytest.raises(Unavailable, match="answers 404"):
+        read(beta, 2)
+    assert read(beta, 1) == part(1)
     assert PartsFile(file.path).absent() == [2]
 
 
@@ -107,7 +122,7 @@ def test_a_client_without_the_key_is_refused(
                 client.recv(1)  # what it asks for might find the connection closed
             return
         path = url_of("", NAME)
-        client.sendall(f"GET {path} HTTP/1.1\r\nRange: bytes=0-4\r\n\r\n".encode())
+        client.sendall(f"GET {path} HTTP/1.1\r\nRange: bytes=0-{BLOCK_BYTES - 1}\r\n\r\n".encode())
         assert client.recv(12) == b"HTTP/1.1 206"
         assert client.cipher()[:2] == ("TLS_AES_256_GCM_SHA384", "TLSv1.3")  # type: ignore[index]
 
@@ -123,7 +138,7 @@ def test_other_protocols_are_closed_and_disturb_nothing(
         with suppress(ConnectionResetError):
             while client.recv(4096):  # at most a TLS alert
                 pass
-    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+    assert read(source(server, certificate)) == part(0)
 
 
 def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_them(
@@ -134,17 +149,17 @@ def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_
             stack.enter_context(socket.create_connection(server.server_address))
         one_more = stack.enter_context(socket.create_connection(server.server_address, 2))
         assert one_more.recv(1) == b"", "it is closed long before the others are given up"
-    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+    assert read(source(server, certificate)) == part(0)
 
 
 def test_it_listens_at_one_address(server: WeightServer, certificate: Certificate) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.server_address[1]))
-    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+    assert read(source(server, certificate)) == part(0)
 
 
 def test_a_host_that_cannot_be_reached_is_one_sentence(certificate: Certificate) -> None:
-    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    context = tls_context(certificate, server=False)
     beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context)
     with pytest.raises(Unavailable) as failed:
         read(beta)

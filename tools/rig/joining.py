@@ -63,6 +63,7 @@ class Command:
         self.lines: list[str] = []
         self._beside = beside
         home = bed.folder / f"home-{host}"
+        python_path = filter(None, [os.environ.get("PYTHONPATH")])
         self.process = bed.popen(
             host,
             [*before, *PIPESPEC, *arguments],
@@ -70,7 +71,7 @@ class Command:
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join((*python_path, str(ROOT))),
                 **{f"XDG_{kind}_HOME": str(home / kind) for kind in ("STATE", "CACHE")},
             },
             stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from pipespec.cluster.deployment.memory import free_bytes
 from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
-from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
+from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
@@ -202,7 +202,9 @@ class _DeviceBenchmark:
         timed together."""
         layer_bytes = max(self.request.sizes(info, "stage").layers)
         best = run = range(0)
-        here = layers_here(info.path, info.num_layers)
+        here = [each for each in range(info.num_layers) if not missing(info.path, {str(each)})]
+        if not here:
+            raise ModelError(f"{info.path} holds no whole layer; copy its files there")
         for layer in (each for each in here if kinds[each] == kind):
             run = range(run.start if run.stop == layer else layer, layer + 1)
             best = max(best, run, key=len)

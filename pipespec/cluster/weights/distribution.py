@@ -3,23 +3,21 @@ launcher the small files and headers of a model that only another host has.
 
 The launcher has a process (`host`) on each host, its own machine included. Of one model after
 another it learns which blocks of the files each has, and moves them in the rounds that `plan`
-decides. Hosts read from one another (`server`), and from the hub at URLs that the launcher's host
-has found. What a host cannot read from the hub, the launcher's host fetches first. Above 350 lines,
-as all that the launcher asks of a host's process is here.
+decides. Hosts read from one another (`server`), and from the hub at URLs that the launcher has
+found. What a host cannot read from the hub, the launcher's host fetches first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import ssl
 import threading
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +32,7 @@ from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, open_repository
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, blocks_of, place_of
-from pipespec.engine.checkpoint.parts.sources import COMMIT, RangeSource
+from pipespec.engine.checkpoint.parts.sources import COMMIT, HubSource, RangeSource
 from pipespec.errors import ModelError, PipespecError, RankFailed
 from pipespec.system.network_interfaces import LOOPBACK, resolve
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
@@ -51,18 +49,23 @@ OnProgress = Callable[[str, int, int], None]
 LAUNCHER_NAME = "the launcher"
 # Gives the hosts of a deployment the weights that they lack.
 Distribute = Callable[..., object]
+# A host that could not read blocks from a source, whose name is given, and why.
+Failure = tuple["Peer", str, str, Sequence[Block]]
 
 
 class Peer(Conversation):
     """The process of a host, which ends with the block. Of one model after another it computes
     `parts`, and needs, has and lacks blocks; of all it has got `moved` bytes. It can read from the
-    hub, or not, and others read from it at its `url`, once it listens. Raises HostFailed."""
+    hub, or not, and others with the same `certificate` read from it. Raises HostFailed."""
 
-    def __init__(self, host: Host, on_progress: OnProgress = lambda *_: None) -> None:
+    def __init__(
+        self, host: Host, certificate: Certificate, on_progress: OnProgress = lambda *_: None
+    ) -> None:
         super().__init__(host, MODULE, ENDING_S)
         self.name, self.parts = host.name, set[str]()
+        self.certificate = asdict(certificate)
         self.needs, self.has, self.lacks = set[Block](), set[Block](), set[Block]()
-        self.url, self.reads_hub = "", True
+        self._url, self.reads_hub = "", True
         self.moved = self.wanted = 0
         self._on_progress = on_progress
 
@@ -77,37 +80,15 @@ class Peer(Conversation):
             self.moved += said["moved"]
             self._on_progress(self.name, self.moved, self.wanted)
 
-    def listen(self, certificate: Certificate, files: Iterable[str]) -> dict[str, str]:
+    def listen(self, files: Iterable[str]) -> dict[str, str]:
         """Let other hosts read from it, of this model and the next ones; the URLs of files."""
-        if not self.url:
+        if not self._url:
             address = self.host.address
             with suppress(OSError):  # a host may call itself otherwise
                 address = resolve(address)
             where = {"address": address, "interface": self.host.interface}
-            self.url = self.call("listen", **where, **asdict(certificate))
-        return {each: url_of(self.url, each) for each in files}
-
-
-def at_once(
-    peers: Sequence[Peer], task: Callable[[Peer], T], over: threading.Event | None = None
-) -> list[T]:
-    """What a task returns for each host. Raises what the first one raised, also a signal, or
-    RankFailed if the cluster is `over`, and then ends what all hosts do."""
-    with ThreadPoolExecutor(len(peers)) as pool:
-        futures = [pool.submit(task, peer) for peer in peers]
-        try:
-            while True:
-                done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
-                if over is not None and over.is_set():
-                    raise RankFailed("The cluster has ended.")
-                if not left:
-                    return [each.result() for each in futures]
-        except BaseException:
-            for peer in peers:
-                peer.end()
-            raise
+            self._url = self.call("listen", **where, certificate=self.certificate)
+        return {each: url_of(self._url, each) for each in files}
 
 
 def distribute_weights(
@@ -137,10 +118,9 @@ def distribute_weights(
                 continue
             for name, (host, parts) in asked.items():
                 if name not in peers:
-                    peers[name] = stack.enter_context(Peer(host, on_progress))
+                    peers[name] = stack.enter_context(Peer(host, certificate(), on_progress))
                 peers[name].parts = parts
-            model = _Model(path, shared, [peers[name] for name in asked], certificate, over)
-            model.distribute()
+            _Model(path, shared, [peers[name] for name in asked], over).distribute()
     return replace(deployment, fetched=True)
 
 
@@ -201,29 +181,39 @@ class _Model:
     path: Path
     shared: Repository
     peers: list[Peer]
-    certificate: Callable[[], Certificate]
     over: threading.Event | None
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
-        """What a task returns for each host, unless another one fails, or the cluster ends."""
-        return at_once(self.peers, task, self.over)
+        """What a task returns for each host. Raises what the first one raised, also a signal, or
+        RankFailed if the cluster is over, and then ends what all hosts do."""
+        with ThreadPoolExecutor(len(self.peers)) as pool:
+            futures = [pool.submit(task, peer) for peer in self.peers]
+            try:
+                while True:
+                    done, left = wait(futures, OVER_S, FIRST_EXCEPTION)
+                    for each in done:
+                        each.result()
+                    if self.over is not None and self.over.is_set():
+                        raise RankFailed("The cluster has ended.")
+                    if not left:
+                        return [each.result() for each in futures]
+            except BaseException:
+                for peer in self.peers:
+                    peer.end()
+                raise
 
     def distribute(self) -> None:
         """Fetch what hosts lack, in rounds, in each of which some sources may fail."""
-        if all(self.at_once(self._prepare)):
-            return
-        plan: Mapping[str, Transfers] = {}
-        known, failed = None, list[Mapping[str, str]]()
-        while True:
-            wanted = sorted(set[Block]().union(*(peer.needs for peer in self.peers)))
+        self.at_once(self._prepare)
+        known, failed = None, list[Failure]()
+        while wanted := sorted(set[Block]().union(*(peer.needs for peer in self.peers))):
             self.at_once(partial(self._offer, wanted=wanted))
             if not any(peer.lacks for peer in self.peers):
                 return
             found = [(peer.has, peer.lacks) for peer in self.peers]
             if found == known:  # nothing has come by that round
-                for peer, of in zip(self.peers, failed, strict=True):
-                    for name, why in of.items():
-                        self._give_up(peer, name, why, plan[peer.name][name])
+                for each in failed:
+                    self._give_up(*each)
                 known = None
                 continue
             plan = plan_round(
@@ -233,19 +223,16 @@ class _Model:
             )
             known, failed = found, self._round(plan)
 
-    def _prepare(self, peer: Peer) -> bool:
-        """Have a host find the folder of the model; whether it has all that it needs: small files,
-        headers, and the tensors of its parts."""
-        known = {"repository": asdict(self.shared), "parts": sorted(peer.parts)}
-        whole: bool = peer.call("prepare", **known)
-        needed = {} if whole else blocks_needed(self.path, peer.parts)
-        files = {} if whole else self.shared.files
-        peer.needs = {
-            (name, number)
-            for name, file in files.items()
-            for number in needed.get(name, blocks_of([(0, file.size)]))
-        }
-        return whole
+    def _prepare(self, peer: Peer) -> None:
+        """Have a host find the folder of the model. Unless it has another one, it needs small
+        files, headers, and the tensors of its parts."""
+        peer.needs = set()
+        if peer.call("prepare", repository=asdict(self.shared), parts=sorted(peer.parts)):
+            return
+        needed = blocks_needed(self.path, peer.parts)
+        for name, file in self.shared.files.items():
+            blocks = needed.get(name, blocks_of([(0, file.size)]))
+            peer.needs |= {(name, number) for number in blocks}
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
@@ -257,32 +244,26 @@ class _Model:
         if peer.wanted:
             peer.noted(moved=0)
 
-    def _round(self, plan: Mapping[str, Transfers]) -> list[Mapping[str, str]]:
-        """Have the hosts get what is planned; of each, why sources have failed, by name."""
+    def _round(self, plan: Mapping[str, Transfers]) -> list[Failure]:
+        """Have the hosts get what is planned; which of them could not read from which sources."""
         senders = {name for transfers in plan.values() for name in transfers}
-        from_hub = {file for each in plan.values() for file, _ in each.get(HUB, ())}
-        certificate = self.certificate()
+        urls = dict[str, Mapping[str, str]]()
+        if HUB in senders:
+            files = {file for each in plan.values() for file, _ in each.get(HUB, ())}
+            urls[HUB] = HubSource(self.shared.repo, self.shared.commit).signed_urls(files)
 
-        def opened(peer: Peer) -> dict[str, dict[str, Any]]:
-            """How to read from a host; the launcher's also says how from the hub."""
-            found: dict[str, dict[str, Any]] = {}
+        def listen(peer: Peer) -> None:
             if peer.name in senders:
-                urls = peer.listen(certificate, self.shared.files)
-                found[peer.name] = {"urls": urls, "certificate": astuple(certificate)}
-            if from_hub and peer is self.peers[0]:
-                of = {"repo": self.shared.repo, "commit": self.shared.commit}
-                urls = peer.call("locate", **of, files=sorted(from_hub))
-                found[HUB] = {"urls": urls, "certificate": None}
-            return found
+                urls[peer.name] = peer.listen(self.shared.files)
 
-        def get(peer: Peer) -> Mapping[str, str]:
-            own = plan.get(peer.name, {}).items()
-            asked = {name: {**sources[name], "wanted": blocks} for name, blocks in own}
-            failed: Mapping[str, str] = peer.call("fetch", sources=asked)
-            return failed
+        def get(peer: Peer) -> list[Failure]:
+            planned = plan.get(peer.name, {})
+            asked = {name: (urls[name], blocks) for name, blocks in planned.items()}
+            failed = peer.call("fetch", sources=asked, certificate=peer.certificate)
+            return [(peer, name, why, planned[name]) for name, why in failed.items()]
 
-        sources = ChainMap(*self.at_once(opened))
-        return self.at_once(get)
+        self.at_once(listen)
+        return [failure for each in self.at_once(get) for failure in each]
 
     def _give_up(self, peer: Peer, name: str, why: str, blocks: Sequence[Block]) -> None:
         """A host cannot read these blocks from a source. Raises ModelError, HostFailed, unless the
@@ -309,32 +290,28 @@ def find_on_hosts(named: Mapping[str, str], hosts_file: HostsFile) -> dict[str, 
     others = [host for host in hosts_file.hosts if not (host.by_hand or host.shares_caches)]
     if not absent or not others:
         return {}
+    opened: dict[str, Path] = {}
+    refused: dict[str, ModelError] = {}  # another one may have all of its files
     with ExitStack() as stack:
-        peers = [stack.enter_context(Peer(host)) for host in others]
         certificate = Certificate.make()
-        found = {of: _opened_here(peers, of, absent[of], certificate) for of in absent}
-    return {kind: path for kind, path in found.items() if path is not None}
-
-
-def _opened_here(
-    peers: Iterable[Peer], kind: str, path: str, certificate: Certificate
-) -> Path | None:
-    """The checkpoint of the first of these hosts that has one. Raises ModelError."""
-    refused = None
-    for peer in peers:
-        try:
-            told = peer.call("describe", path=getattr(peer.host, kind) or path)
-        except ModelError as error:  # another one may have all of its files
-            refused = refused or error
-            continue
-        if told is not None:
-            found = described(told, peer.name)
-            context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-            source = RangeSource(peer.name, peer.listen(certificate, found.files), context)
-            return open_repository(source, found, found.gguf)
-    if refused is not None:
-        raise refused
-    return None
+        peers = [stack.enter_context(Peer(host, certificate)) for host in others]
+        context = tls_context(certificate, server=False)
+        for kind, peer in product(absent, peers):
+            if kind in opened:
+                continue
+            try:
+                told = peer.call("describe", path=getattr(peer.host, kind) or absent[kind])
+            except ModelError as error:
+                refused.setdefault(kind, error)
+                continue
+            if told is not None:
+                found = described(told, peer.name)
+                source = RangeSource(peer.name, peer.listen(found.files), context)
+                opened[kind] = open_repository(source, found, found.gguf)
+    for kind, why in refused.items():
+        if kind not in opened:
+            raise why
+    return opened
 
 
 def described(told: Any, host: str) -> Repository:

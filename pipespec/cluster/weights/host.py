@@ -5,15 +5,13 @@ fetched, and warnings."""
 from __future__ import annotations
 
 import logging
-import ssl
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.host_link.calls import Answers
-from pipespec.cluster.weights.plan import Block
+from pipespec.cluster.weights.plan import HUB, Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint import parts
@@ -21,7 +19,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, rep
 from pipespec.engine.checkpoint.parts import folder
 from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
-from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, Wanted, fetch
+from pipespec.engine.checkpoint.parts.sources import RangeSource, Wanted, fetch
 from pipespec.errors import ModelError
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
@@ -65,47 +63,41 @@ class WeightHost:
         hub states."""
         with self._fetching():
             if (shared := self._shared) is not None and all(map(self._has, own)):
-                for name, file in self._files.items():
-                    file.compare(shared.files[name].sha256)
                 folder.write_repository(shared)
             return [*filter(self._has, wanted)]
 
-    def listen(self, address: str, interface: str | None, cert: str, key: str) -> str:
-        """Let the other hosts of this run read what is here, at an address, or at that of the
-        interface if it has another; the URL."""
+    def listen(self, address: str, interface: str | None, certificate: Mapping[str, str]) -> str:
+        """Let the other hosts of this run, which have its certificate, read what is here, at an
+        address, or at that of the interface if it has another; the URL."""
         found = next((each.addresses for each in interfaces() if each.name == interface), ())
         try:
             ip = resolve(address)  # which perhaps this host alone can
             ip = ip if ip in found or not found else found[0]
-            return WeightServer(ip, Certificate(cert, key), lambda name: self._files.get(name)).url
+            made = Certificate(**certificate)
+            return WeightServer(ip, made, lambda name: self._files.get(name)).url
         except OSError as error:
             raise ModelError(
                 f"this host cannot listen at {address} ({error.strerror or error}), where others "
                 "read its weights; correct its address or interface in the hosts file"
             ) from error
 
-    def locate(self, repo: str, commit: str, files: Sequence[str]) -> dict[str, str]:
-        """The URLs of files of the hub, which hosts without its token can read too."""
-        return HubSource(repo, commit).urls(files)
-
-    def fetch(self, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def fetch(
+        self,
+        sources: Mapping[str, tuple[Mapping[str, str], Sequence[Block]]],
+        certificate: Mapping[str, str],
+    ) -> dict[str, str]:
         """Fetch blocks from all sources at once, by name; why some of these were given up. Of a
-        source are given the "urls" of its files, the blocks that are "wanted", and the
-        "certificate" and key of this run if it is another host."""
+        source are given the URLs of its files, and the blocks that it is to send. Other hosts have
+        the certificate of this run."""
+        trusted = tls_context(Certificate(**certificate), server=False)
         asked = dict[RangeSource, Wanted]()
         with self._fetching():
-            for name, of in sources.items():
-                context, wanted = None, defaultdict[PartsFile, list[int]](list)
-                if of["certificate"] is not None:
-                    certificate = Certificate(*of["certificate"])
-                    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-                for file, number in of["wanted"]:
-                    if not self._has((file, number)):
-                        wanted[self._files[file]].append(number)
-                asked[RangeSource(name, of["urls"], context)] = wanted
-            failed = fetch(asked, self._moved)
-        named = zip(sources, asked, strict=True)
-        return {name: str(failed[source]) for name, source in named if source in failed}
+            for name, (urls, wanted) in sources.items():
+                lacked = [
+                    (self._files[block[0]], block[1]) for block in wanted if not self._has(block)
+                ]
+                asked[RangeSource(name, urls, None if name == HUB else trusted)] = lacked
+            return {of.name: str(why) for of, why in fetch(asked, self._moved).items()}
 
     @contextmanager
     def _fetching(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ Needs = Mapping[str, set[str]]
 Transfers = Mapping[str, list[Block]]
 # Among the names of sources, of which hosts' have no blanks.
 HUB = "the hub"
-# Of neighbours that the same hosts lack and have, which one source sends.
-RUN_BLOCKS = 16
 
 
 def parts_needed(deployment: Deployment, host: Host) -> Needs:
@@ -138,22 +135,18 @@ def plan_round(
     found: defaultdict[str, defaultdict[str, list[Block]]]
     found = defaultdict(lambda: defaultdict(list))
 
-    def alike(block: Block) -> tuple[int, list[str], list[str], str, int]:
-        """Few sources first: what several have goes by the less busy of them."""
-        has, (file, number) = having[block], block
-        return len(has), has, needing[block], file, number // RUN_BLOCKS
-
-    for (_, has, needs, file, _), blocks in groupby(sorted(needing, key=alike), alike):
-        run = list(blocks)
+    # Few sources first: what several have goes by the less busy of them.
+    for block in sorted(lacking, key=lambda each: (len(having[each]), each)):
+        has, needs = having[block], needing[block]
         able = needs if has else [each for each in needs if each in on_hub]
         if not able:
             raise ModelError(
-                f"{needs[0]} needs bytes of {file} that no host has; copy it to one of them"
+                f"{needs[0]} needs bytes of {block[0]} that no host has; copy it to one of them"
             )
         sources = has or [HUB]
         for to in sorted(able, key=got.__getitem__)[: len(sources)]:
             source = min(sources, key=sent.__getitem__)
-            found[to][source] += run
-            sent[source] += len(run)
-            got[to] += len(run)
+            found[to][source].append(block)
+            sent[source] += 1
+            got[to] += 1
     return found

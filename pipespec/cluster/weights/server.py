@@ -24,9 +24,9 @@ HANDSHAKE_S, IDLE_S = 5.0, 60.0
 MOST_UNPROVEN = 64  # connections at once that have not proven the key; others are closed
 
 
-def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
+def tls_context(certificate: Certificate, *, server: bool) -> ssl.SSLContext:
     """For an end that trusts this certificate alone, and has its key."""
-    context = ssl.SSLContext(protocol)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -52,7 +52,7 @@ class WeightServer(ThreadingTCPServer):
     ) -> None:
         self.find = find
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
-        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self._context = tls_context(certificate, server=True)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
         self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
@@ -83,24 +83,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Be silent: the reader says what is wrong."""
 
     def do_GET(self) -> None:
-        """Send blocks until one is not here, or not as it was recorded."""
+        """Send a block of a file that is here as it was recorded."""
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if (file := self.server.find(unquote(self.path.removeprefix("/")))) is None:
             self.send_error(404)
             return
-        if (
-            wanted is None
-            or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= file.size
-        ):
+        start, stop = (int(wanted[1]), int(wanted[2]) + 1) if wanted else (0, 0)
+        (block,) = blocks_of([(start, start + 1)])
+        if not start < stop or (start, stop) != file.place(block):
             self.send_error(416)
-            return
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{file.size}")
-        self.send_header("Content-Length", str(stop - start))
-        self.end_headers()
-        for block in blocks_of([(start, stop)]):
-            if (data := file.read(block)) is None:
-                self.close_connection = True
-                return
-            first = file.place(block)[0]
-            self.wfile.write(memoryview(data)[max(start - first, 0) : stop - first])
+        elif (data := file.read(block)) is None:
+            self.send_error(404)
+        else:
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{file.size}")
+            self.send_header("Content-Length", str(stop - start))
+            self.end_headers()
+            self.wfile.write(data)

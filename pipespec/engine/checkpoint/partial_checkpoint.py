@@ -65,14 +65,6 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[str, list[int]]:
     return found
 
 
-def layers_here(path: Path, num_layers: int) -> list[int]:
-    """The layers that a checkpoint holds here. Raises ModelError if there is none."""
-    found = [layer for layer in range(num_layers) if not missing(path, {str(layer)})]
-    if not found:
-        raise ModelError(f"{path} holds no whole layer; copy its files there")
-    return found
-
-
 def require_parts(path: Path, parts: Collection[str]) -> None:
     """Raise ModelError, which names what is missing, unless a checkpoint holds these parts here."""
     if lacking := missing(path, parts):
@@ -135,25 +127,18 @@ def _cached_commit(folder: Path) -> Repository | None:
 # --- how it comes here ------------------------------------------------------------------------
 
 
-def fetch_parts(path: Path, parts: Collection[str]) -> int:
-    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
-    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
-    be fetched."""
+def fetch_parts(path: Path, parts: Collection[str]) -> None:
+    """Fetch the parts (`slice_tensors`) that a checkpoint of the hub lacks here; of another one,
+    a load says what is lacking. Raises ModelError if they cannot be fetched."""
     folder = folder_of_checkpoint(path)
     repository = cache.read_repository(folder)
-    if repository is None or not repository.on_hub:
-        require_parts(path, parts)
-        return 0
-    if not missing(path, parts):
-        return 0
-    with cache.sole_fetcher(folder):
-        needed = blocks_needed(path, parts)
-        files = cache.make_files(repository, needed)
-        wanted = {of: [b for b in needed[name] if not of.has(b)] for name, of in files.items()}
-        fetch_all(HubSource(repository.repo, repository.commit), wanted)
-        for name, file in files.items():
-            file.compare(repository.files[name].sha256)
-    return sum(file.num_bytes(blocks) for file, blocks in wanted.items())
+    if repository is not None and repository.on_hub and missing(path, parts):
+        with cache.sole_fetcher(folder):
+            needed = blocks_needed(path, parts)
+            files = cache.make_files(repository, needed)
+            wanted = [(of, b) for name, of in files.items() for b in needed[name] if not of.has(b)]
+            fetch_all(HubSource(repository.repo, repository.commit), wanted)
+            cache.make_files(repository, needed)  # which compares those that are whole now
 
 
 def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:
@@ -167,14 +152,14 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
     small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
     with cache.sole_fetcher(folder):
         files = cache.make_files(found, small).values()
-        fetch_all(source, {each: each.absent() for each in files})
+        fetch_all(source, [(each, block) for each in files for block in each.absent()])
         # As Transformers: one file goes before an index.
         index = {} if WEIGHTS in found.files else stored_index(folder) or {}
         alone = WEIGHTS in found.files or not any(fnmatch(each, SHARDS) for each in found.files)
         names = {*index.values()} or {WEIGHTS if alone else INDEX}
         weights = _required(found, part_names(file) if file else names)
         files = cache.make_files(found, weights).values()
-        while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
+        while lacking := [(each, block) for each in files for block in _rest_of_header(each)]:
             fetch_all(source, lacking)
         used = {each: found.files[each] for each in (*small, *weights)}
         cache.write_repository(replace(found, files=used))

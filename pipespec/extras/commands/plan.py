@@ -271,7 +271,7 @@ def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
     )
     method = DecodingMethod("best_first", default_policy("best_first"), "auto")
     about = {"drafts": [asdict(each) for each in found]}
-    return Plan(layouts, [method], suffix, about=about, more=lambda label: ({}, said))
+    return Plan(layouts, [method], suffix, about=about, more=lambda *_: ({}, said))
 
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:

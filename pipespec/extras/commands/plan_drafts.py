@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.terminal import progress
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.sizes import size_text
-from pipespec.system.validation import Unreadable, from_fields, is_folder, read_json, typed
+from pipespec.system.validation import Unreadable, from_fields, read_json, typed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,15 +120,14 @@ def at_hand(target: CheckpointInfo) -> Iterator[str]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     from pipespec.engine.checkpoint.model_path import known_model
-    from pipespec.engine.checkpoint.parts.folder import entries
-    from pipespec.engine.formats.gguf import is_gguf
+    from pipespec.engine.checkpoint.parts.folder import entries, is_checkpoint
     from pipespec.engine.inspection.inspection import inspect
 
     hub = {each.model for each in entries()}
     with suppress(CacheNotFound):
         hub |= {each.repo_id for each in scan_cache_dir().repos}
     beside = sorted(target.path.parent.iterdir())
-    found = {str(each): each for each in beside if is_gguf(each) or is_folder(each)}
+    found = {str(each): each for each in beside if is_checkpoint(each)}
     for name, path in (found | {each: known_model(each) for each in sorted(hub)}).items():
         with suppress(ModelError):  # it is no model, or none that can draft
             if path is not None and size_of(inspect(path)) <= SMALLER * size_of(target):

@@ -13,8 +13,8 @@ from typing import Any
 
 from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import resolve, resolve_config
+from pipespec.engine.checkpoint.parts.folder import is_checkpoint
 from pipespec.engine.formats.architectures import require_supported, text_config, text_type
-from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.inspection.model_config import read_config
 from pipespec.errors import ModelError
@@ -217,7 +217,7 @@ def find(model: str) -> ModelShape:
         names = (_family(model, tuned) for tuned in (_EXACT, _TUNED, _VARIANT))
         if (name := next((each for each in names if each in known), None)) is not None:
             return known[name]
-    if is_gguf(path) and path.is_file():
+    if path.is_file() and is_checkpoint(path):
         files = open_files(resolve(path))
         shape, some = ModelShape.from_config(model, files.raw), True
     else:

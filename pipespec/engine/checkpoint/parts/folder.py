@@ -5,7 +5,7 @@
         config.json, tokenizer.json, ...                         small files
         model-00001-of-00004.safetensors, ...                    weight files
         .parts/repository.json                                   `Repository`
-        .parts/model-00001-of-00004.safetensors.sha256           the record of a file (`parts_file`)
+        .parts/model-00001-of-00004.safetensors.blocks           the record of a file (`parts_file`)
         .parts/lock                                              locked by what changes it
 
 A file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders that
@@ -98,17 +98,16 @@ def read_repository(folder: Path) -> Repository | None:
 
 def write_repository(found: Repository) -> None:
     """Mark the folder of a repository as finished but for tensors of these files too, and as that
-    of its model which was used last. Raises ModelError."""
+    of its model which was used last. Raises OSError."""
     known = read_repository(found.folder)
     both = replace(found, files={**({} if known is None else known.files), **found.files})
-    with reported(found.folder):
-        (found.folder / RECORDS).mkdir(exist_ok=True)
-        write_atomically(found.folder / REPOSITORY, json.dumps(asdict(both)).encode())
+    write_atomically(found.folder / REPOSITORY, json.dumps(asdict(both)).encode())
 
 
 def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
     """Files of a repository in its folder here, of which blocks may be absent, made unless they are
-    there. Those that the cache of huggingface_hub holds become links to them. Raises OSError."""
+    there. Those that the cache of huggingface_hub holds become links to them. Raises OSError;
+    ModelError if a whole file has another hash than the hub states."""
     made = {}
     for name in names:
         path = found.folder / name
@@ -118,6 +117,7 @@ def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
         if whole is not None and not path.exists():
             os.symlink(os.path.realpath(whole), path)
         made[name] = PartsFile.create(path, found.files[name].size)
+        made[name].compare(found.files[name].sha256)
     return made
 
 

@@ -2,7 +2,7 @@
 
 The file is sparse: it has the size of the whole file, and holes where nothing was fetched, so every
 reader of weight files can open it once its header is here. Its *blocks* have BLOCK_BYTES, the same
-on all hosts. Its record, `.parts/NAME.sha256`, has the SHA-256 of each block that is here, at 32
+on all hosts. Its record, `.parts/NAME.blocks`, has the SHA-256 of each block that is here, at 32
 times the block's number, and zeros for the others; then that of the whole file, once it was
 compared with what the hub states. A hash is written after its bytes, so a process that is killed
 leaves at most bytes without a hash, which are fetched again. Beside `.parts` nothing of a file
@@ -25,7 +25,7 @@ from pipespec.errors import ModelError
 
 log = logging.getLogger(__name__)
 Range = tuple[int, int]  # bytes of a file: start and stop
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**22  # and of a request
 RECORDS = ".parts"  # in folders of the parts cache alone
 DIGEST_BYTES = 32
 ABSENT = bytes(DIGEST_BYTES)
@@ -72,9 +72,6 @@ class PartsFile:
     def place(self, block: int) -> Range:
         return place_of(block, self.size)
 
-    def num_bytes(self, blocks: Iterable[int]) -> int:
-        return sum(stop - start for start, stop in map(self.place, blocks))
-
     def read(self, block: int) -> bytes | None:
         """The bytes of a block; None: it is not here, or they are not as recorded, and then it does
         not count as here any more."""
@@ -90,7 +87,7 @@ class PartsFile:
                 self._note(each, ABSENT)
         return None
 
-    def write(self, block: int, data: bytes | memoryview) -> None:
+    def write(self, block: int, data: bytes | bytearray) -> None:
         """Write a block, and then its hash."""
         _write(self.path, data, block * BLOCK_BYTES)
         self._note(block, hashlib.sha256(data).digest())
@@ -131,7 +128,7 @@ class PartsFile:
         self.record[at : at + DIGEST_BYTES] = digest
 
 
-def _write(path: Path, data: bytes | memoryview, at: int) -> None:
+def _write(path: Path, data: bytes | bytearray, at: int) -> None:
     with path.open("r+b") as stream:
         stream.seek(at)
         stream.write(data)
@@ -156,7 +153,7 @@ def ranges_of(file: Path) -> Mapping[str, Range]:
 
 
 def record_of(path: Path) -> Path:
-    return path.parent / RECORDS / f"{path.name}.sha256"
+    return path.parent / RECORDS / f"{path.name}.blocks"
 
 
 def is_partial(path: Path) -> bool:

@@ -2,9 +2,8 @@
 blocks are fetched from several of these at once.
 
 All are URLs that answer range requests. What may pass (a cut connection, a slow answer, 429, 5xx, a
-body of the wrong length) is tried again, from the byte that was reached; what remains is one
-sentence. Ids, tokens, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the HTTP client are those of
-huggingface_hub.
+body of the wrong length) is tried again; what remains is one sentence. Ids, tokens, HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE and the HTTP client are those of huggingface_hub.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import re
 import shutil
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from itertools import groupby
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -28,17 +27,16 @@ from pipespec.system.validation import reason
 
 # Seconds to wait for a connection to the hub, to a host, and for the next bytes of an answer.
 CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
-# Tries without a byte of progress, also of a host, and the seconds between them, which double.
+# Tries, also of a host, and the seconds between them, which double.
 MAX_TRIES, HOST_TRIES = 6, 2
 FIRST_WAIT_S = 0.5
-LONGEST_ASKED_S = 300.0  # that a server may ask to wait (Retry-After)
+LONGEST_ASKED_S = 300.0  # that a server may ask to wait (RateLimit, Retry-After)
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 TOKEN = "authorization"  # the header that holds it
 COMMIT = re.compile("[0-9a-f]{40}")
 NUM_CONNECTIONS = 8
-REQUEST_BLOCKS = 4  # neighbours that are fetched by one request
 SPARE_BYTES, GIB = 256 * 2**20, 2**30  # left free on the disk
-Wanted = Mapping[PartsFile, Iterable[int]]  # blocks of files
+Wanted = Collection[tuple[PartsFile, int]]  # blocks of files
 
 
 class Unavailable(ModelError):
@@ -55,7 +53,7 @@ class RangeSource:
     ) -> None:
         from huggingface_hub import utils
 
-        self.name, self.located = name, dict(urls)
+        self.name, self._called, self._urls = name, name, urls
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
@@ -64,67 +62,52 @@ class RangeSource:
         if context is not None:
             self._session = type(self._session)(verify=context, trust_env=False)
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
-            self.name = f"{name} at {urlsplit(next(iter(urls.values()))).hostname}"
+            self._called = f"{name} at {urlsplit(next(iter(urls.values()))).hostname}"
             self._remedy = "correct its address or interface, and let firewalls admit TCP to it"
 
-    def locate(self, file: str) -> str:
-        """The URL of a file, until that is refused."""
-        if file not in self.located:
-            raise Unavailable(f"{self.name} refuses a signed URL of {file}")
-        return self.located[file]
+    def url(self, file: str) -> str:
+        """Where a file is read."""
+        return self._urls[file]
 
     def read(self, file: str, part: Range, size: int) -> bytes | bytearray:
         """A part of a file of `size` bytes."""
-        (start, stop), data = part, bytearray()
-
-        def ask() -> None:
-            self._request(file, (start + len(data), stop), size, data)
-
-        self.tried(ask, file, self._max_tries, data)
+        data: bytearray = self.tried(lambda: self._request(file, part, size), file, self._max_tries)
         return data
 
-    def _request(self, file: str, part: Range, size: int, data: bytearray) -> None:
+    def _request(self, file: str, part: Range, size: int) -> bytearray:
         from huggingface_hub import constants, utils
 
-        (start, stop), url = part, self.locate(file)
-        # The token goes to the hub alone, by the scheme and name that the hub has.
+        (start, stop), url = part, self.url(file)
+        # The token goes to the hub alone, by the scheme and name that the hub has; the session
+        # leaves it out where it is redirected to another one.
         at_hub = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
         headers = utils.build_hf_headers() if at_hub else {}  # type: ignore[attr-defined]
-        wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        how: Any = {
-            "headers": {**headers, **wanted},
-            "timeout": (self._connect_s, READ_S, READ_S, None),  # ..., write, for a free connection
-            "follow_redirects": False,
-        }
-        with self._session.stream("GET", url, **how) as answer:
-            if TOKEN not in headers and answer.status_code in (401, 403):
-                self.located.pop(file, None)
-                raise ConnectionError(f"its signed URL is refused ({answer.status_code})")
+        headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        timeout = (self._connect_s, READ_S, READ_S, None)  # ..., write, for a free connection
+        with self._session.stream("GET", url, headers=headers, timeout=timeout) as answer:
             utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             if (whole := answer.status_code == 200) and part != (0, size):
                 raise ConnectionError("it does not send parts of files (range requests)")
             stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
             if not whole and found != stated:
                 raise ConnectionError(f"it sends the range {found!r} for {stated!r}")
-            before = len(data)
+            data = bytearray()
             for chunk in answer.iter_raw():
                 data += chunk
-                if len(data) - before > stop - start:  # what came before is not trusted either
-                    del data[before:]
+                if len(data) > stop - start:
                     raise ConnectionError("it sends more bytes than were asked for")
-            if len(data) - before < stop - start:
+            if len(data) < stop - start:
                 raise ConnectionError("it ended the answer early")
+        return data
 
-    def tried(
-        self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES, got: Sized = ()
-    ) -> Any:
-        """Ask until there is an answer, or there were too many tries without one more byte of what
-        it `got`."""
+    def tried(self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES) -> Any:
+        """Ask until there is an answer, or there were too many tries."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
         http_error: Any = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, by the version
-        tries, before = 0, len(got)
+        tries = 0
         while True:
+            tries += 1
             try:
                 return ask()
             except OfflineModeIsEnabled as error:
@@ -133,31 +116,33 @@ class RangeSource:
                 raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
             except (ConnectionError, http_error) as error:
                 why, wait_s = self._passing(error)
-                cause = error
-            tries = tries + 1 if len(got) == before else 1
-            before = len(got)
-            if self.stopped.is_set():
-                raise Unavailable(f"reading from {self.name} was stopped") from cause
-            if tries >= max_tries or wait_s > LONGEST_ASKED_S:
-                raise Unavailable(
-                    f"{self.name} did not send {what}, though asked {tries} times: {why}; "
-                    f"{self._remedy}"
-                ) from cause
+                if self.stopped.is_set():
+                    raise Unavailable(f"reading from {self._called} was stopped") from error
+                if tries >= max_tries or wait_s > LONGEST_ASKED_S:
+                    raise Unavailable(
+                        f"{self._called} did not send {what}, though asked {tries} times: {why}; "
+                        f"{self._remedy}"
+                    ) from error
             backoff = FIRST_WAIT_S * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
             self.wait(max(backoff, wait_s))
 
     def _passing(self, error: Any) -> tuple[str, float]:
         """Why a request failed, and for how many seconds the server asks to wait. Raises ModelError
         if it is of no use to ask again."""
+        from huggingface_hub import utils
+
         if (answer := getattr(error, "response", None)) is None:
             return reason(error, named=False), 0.0
         if answer.status_code not in PASSING:
             raise self._refused(answer.status_code) from error
-        asked = answer.headers.get("Retry-After", "").strip()
+        asked = answer.headers.get("Retry-After", "")
+        limit = utils.parse_ratelimit_headers(answer.headers)  # type: ignore[attr-defined]
+        if limit is not None and limit.remaining == 0:
+            asked = str(limit.reset_in_seconds)
         return f"it answers {answer.status_code}", float(asked) if asked.isdigit() else 0.0
 
     def _refused(self, status: int) -> ModelError:
-        return Unavailable(f"{self.name} answers {status}")
+        return Unavailable(f"{self._called} answers {status}")
 
 
 class HubSource(RangeSource):
@@ -187,22 +172,20 @@ class HubSource(RangeSource):
         self.commit = info.sha
         return Repository(self.repo, info.sha, None, files)
 
-    def locate(self, file: str) -> str:
-        """At the hub, or a signed URL."""
+    def url(self, file: str) -> str:
+        """At the hub, which redirects to a signed URL."""
+        # Files are of the top folder, so a "/" is part of the name and leads nowhere.
+        return f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
+
+    def signed_urls(self, files: Iterable[str]) -> dict[str, str]:
+        """Where files are read without the token, for some time. Raises ModelError."""
         from huggingface_hub import get_hf_file_metadata
 
-        if file not in self.located:
-            # Files are of the top folder, so a "/" is part of the name and leads nowhere.
-            at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
-            self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-        return self.located[file]
-
-    def urls(self, files: Iterable[str]) -> dict[str, str]:
-        """Where files are read by another process. Raises ModelError."""
-        names = list(files)
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            found = pool.map(lambda name: self.tried(lambda: self.locate(name), name), names)
-            return dict(zip(names, found, strict=True))
+        found = {}
+        for name in files:
+            ask = partial(get_hf_file_metadata, self.url(name), timeout=CONNECT_S)
+            found[name] = str(self.tried(ask, name).location)
+        return found
 
     def _refused(self, status: int) -> ModelError:
         why = f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
@@ -221,16 +204,11 @@ def fetch(
 ) -> dict[RangeSource, Unavailable]:
     """Fetch blocks of the files of a folder, whose lock the caller holds, from several sources at
     once; why some were given up. `moved` is called with numbers of bytes, from several threads.
-    Memory: REQUEST_BLOCKS per connection. Raises ModelError: the disk is too small, or a source
-    refuses; OSError if it cannot be written."""
-    runs = [
-        (source, file, run)
-        for source, wanted in asked.items()
-        for file, blocks in wanted.items()
-        for run in _neighbours(blocks)
-    ]
-    files = {file for _, file, _ in runs}
-    total = sum(file.num_bytes(run) for _, file, run in runs)
+    Memory: a block per connection. Raises ModelError: the disk is too small, or a source refuses;
+    OSError if it cannot be written."""
+    blocks = [block for wanted in asked.values() for block in wanted]
+    files = {file for file, _ in blocks}
+    total = sum(stop - start for start, stop in (file.place(number) for file, number in blocks))
     for folder in {file.path.parent for file in files}:
         free = shutil.disk_usage(folder).free
         if total + SPARE_BYTES > free:
@@ -241,25 +219,22 @@ def fetch(
             )
     failed: dict[RangeSource, Unavailable] = {}
 
-    def get(source: RangeSource, file: PartsFile, run: Sequence[int]) -> None:
+    def get(source: RangeSource, file: PartsFile, number: int) -> None:
         if source in failed or source.stopped.is_set():
             return
-        places = [*map(file.place, run)]
-        begin = places[0][0]
         try:
-            read = source.read(file.path.name, (begin, places[-1][1]), file.size)
+            data = source.read(file.path.name, file.place(number), file.size)
         except Unavailable as error:
             failed.setdefault(source, error)
             return
-        for block, (start, stop) in zip(run, places, strict=True):
-            file.write(block, memoryview(read)[start - begin : stop - begin])
-            moved(stop - start)
+        file.write(number, data)
+        moved(len(data))
 
     with ExitStack() as stack:
         # Each with connections of its own: none waits for another source.
         each_has = max(1, NUM_CONNECTIONS // max(1, len(asked)))
         pools = {of: stack.enter_context(ThreadPoolExecutor(each_has)) for of in asked}
-        tasks = [pools[run[0]].submit(get, *run) for run in runs]
+        tasks = [pools[of].submit(get, of, *block) for of in asked for block in asked[of]]
         try:
             for task in as_completed(tasks):
                 task.result()
@@ -271,13 +246,6 @@ def fetch(
             for file in files:
                 file.sync()
     return failed
-
-
-def _neighbours(blocks: Iterable[int]) -> Iterator[list[int]]:
-    """Those blocks together that one request asks for."""
-    numbered = enumerate(sorted(blocks))
-    for _, run in groupby(numbered, lambda each: (each[1] - each[0], each[1] // REQUEST_BLOCKS)):
-        yield [block for _, block in run]
 
 
 def fetch_all(source: RangeSource, wanted: Wanted) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     made = Certificate.make()
     server = WeightServer("127.0.0.1", made, lambda file: PartsFile(TARGET / file))
     urls = {file: url_of(server.url, file) for file in repository.files}
-    context = tls_context(made, ssl.PROTOCOL_TLS_CLIENT)
+    context = tls_context(made, server=False)
     path = open_repository(RangeSource("beta", urls, context), repository)
     assert path == repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")

@@ -129,7 +129,7 @@ def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
 ) -> None:
     monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
     made = Certificate.make()
-    listening = WeightHost(lambda count: None).listen("beta.internal", None, made.cert, made.key)
+    listening = WeightHost(lambda count: None).listen("beta.internal", None, asdict(made))
     assert listening.startswith("https://127.0.0.1:")
 
 
@@ -142,7 +142,7 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
     program.chmod(0o700)
     far = ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))
     with (
-        FarPeer(far) as peer,
+        FarPeer(far, Certificate.make()) as peer,
         pytest.raises(HostFailed, match=r"^beta: pipespec there is .*; install the same on all"),
     ):
         peer.call("prepare")
@@ -154,7 +154,8 @@ def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
     said = "".join(f"echo '{each}'\n" for each in lines)
     program.write_text(f"#!/bin/sh\n{said}read _\n")
     program.chmod(0o700)
-    with FarPeer(ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))) as peer:
+    far = ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))
+    with FarPeer(far, Certificate.make()) as peer:
         assert peer.call("prepare") == 7
 
 
@@ -172,16 +173,15 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     alpha, *hosts = (WeightHost(moved.append) for _ in range(3))
     assert alpha.describe(str(whole)) is not None
     made = Certificate.make()
-    url = alpha.listen("127.0.0.1", None, made.cert, made.key)
+    url = alpha.listen("127.0.0.1", None, asdict(made))
     wanted = ("config.json", 0)
-    urls = {wanted[0]: url_of(url, wanted[0])}
-    source = {"urls": urls, "certificate": (made.cert, made.key), "wanted": [wanted]}
+    source = {wanted[0]: url_of(url, wanted[0])}, [wanted]
     for each in hosts:
         assert not each.prepare(repository, ["0"])
         assert each.offer([wanted], [wanted]) == []
     assert not [entry for entry in entries() if entry.whole_bytes]  # it is not finished
     for each in hosts:
-        assert each.fetch({"alpha": source}) == {}
+        assert each.fetch({"alpha": source}, asdict(made)) == {}
         assert each.offer([wanted], [wanted]) == [wanted]
     assert moved == [(whole / wanted[0]).stat().st_size]
     (entry,) = entries()

@@ -83,7 +83,6 @@ def test_nothing_is_here_of_a_file_that_has_lost_its_record(fetched, file):
 )
 def test_blocks_are_those_that_hold_bytes_of_the_ranges(file, ranges, found):
     assert blocks_of(ranges) == file.absent(ranges) == found
-    assert file.num_bytes(file.absent()) == SIZE
 
 
 def test_what_was_recorded_is_known_to_the_next_process(file):

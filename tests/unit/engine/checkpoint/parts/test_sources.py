@@ -69,22 +69,12 @@ def test_the_files_of_a_commit_with_sizes_and_hashes(client):
     assert found.files["config.json"].sha256 is None
 
 
-def test_a_signed_url_is_used_again_until_it_expires_and_gets_no_token(hub, client, waits):
+def test_the_hub_redirects_to_a_signed_url_which_gets_no_token(hub, client):
     hub.token = "secret"
     assert read(client, 0, 10) + read(client, 10, 20) == DATA[:20]
-    assert hub.requests == {"HEAD resolve": 1, "GET cdn": 2}
+    assert hub.requests == {"GET resolve": 2, "GET cdn": 2}
     assert hub.sent[NAME] == 20  # and no more than was asked for
     assert hub.tokens_at_cdn == []
-    hub.expire()
-    assert read(client, 10, 20) == DATA[10:20]
-    assert len(waits) == 1
-
-
-def test_a_cut_answer_goes_on_where_it_ended(hub, client):
-    hub.faults = [Fault(cut_at=30_000), Fault(cut_at=1), Fault(cut_at=0)]
-    assert read(client) == DATA[1000:90_000]
-    assert [start for _, start, _ in hub.ranges] == [1000, 31_000, 31_001, 31_001]
-    assert hub.sent[NAME] == 89_000  # nothing twice
 
 
 WRONG = {
@@ -99,6 +89,9 @@ WRONG = {
     [
         ([Fault(429), Fault(500), Fault(503)], [0.375, 0.75, 1.5]),
         ([Fault(429, {"Retry-After": "17"}), Fault(429, {"Retry-After": "rubbish"})], [17, 0.75]),
+        ([Fault(429, {"RateLimit": '"resolvers";r=0;t=17'})], [17]),
+        ([Fault(503, {"RateLimit": '"resolvers";r=9;t=17'})], [0.375]),  # it is not reached
+        ([Fault(cut_at=30_000), Fault(cut_at=1), Fault(cut_at=0)], [0.375, 0.75, 1.5]),
         *(([fault], [0.375]) for fault in WRONG.values()),
     ],
 )
@@ -183,42 +176,38 @@ def test_without_a_hub_nothing_is_waited_for_for_good(waits, offline, monkeypatc
 
 def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
     """They are given no token: where one is needed, they cannot read."""
-    urls = client.urls([NAME])
+    urls = client.signed_urls([NAME])
     assert f"/cdn/0/org/model/{NAME}" in urls[NAME]
     other = RangeSource("the hub", urls)
     other.wait = waits.append
     assert read(other) == DATA[1000:90_000]
     assert hub.tokens_at_cdn == []
     hub.expire()
-    with pytest.raises(Unavailable, match="refuses a signed URL"):
+    with pytest.raises(Unavailable, match="the hub answers 403"):
         read(other)
     hub.signs, hub.token = False, "secret"
-    client.located.clear()
-    urls = client.urls([NAME])
+    urls = client.signed_urls([NAME])
     assert f"/resolve/{COMMIT}/{NAME}" in urls[NAME]
     assert read(RangeSource("the hub", urls)) == DATA[1000:90_000]
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    other = RangeSource("the hub", urls)
-    other.wait = waits.append
-    with pytest.raises(Unavailable, match="refuses a signed URL"):
-        read(other)
+    with pytest.raises(Unavailable, match="the hub answers 401"):
+        read(RangeSource("the hub", urls))
 
 
 def test_the_token_goes_to_the_hub_alone(hub, client, monkeypatch):
     """Not to another port of its name either."""
     hub.signs, hub.token = False, "secret"
-    other = RangeSource("the hub", client.urls([NAME]))
-    other.wait = lambda _: None
+    other = RangeSource("the hub", client.signed_urls([NAME]))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(Unavailable, match="refuses a signed URL"):
+    with pytest.raises(Unavailable, match="the hub answers 401"):
         read(other)
 
 
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.urls([f"../../../other/resolve/{COMMIT}/{NAME}"])
+        client.signed_urls([f"../../../other/resolve/{COMMIT}/{NAME}"])
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -255,10 +244,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
         # What came before a source was given up is kept.
         (Beta(fails_at=40), [0, 2], "it broke", [0]),
     ],
-    ids=["neighbours", "given up"],
+    ids=["all", "given up"],
 )
 def test_blocks_are_written_as_they_come(beta, wanted, error, here, own: PartsFile) -> None:
-    found = fetch({beta: {own: wanted}})
+    found = fetch({beta: [(own, block) for block in wanted]})
     assert [*map(str, found.values())] == [error] * bool(error)
     again = PartsFile(own.path)
     assert [block for block in range(16) if again.has(block)] == here
@@ -266,10 +255,9 @@ def test_blocks_are_written_as_they_come(beta, wanted, error, here, own: PartsFi
     assert data == b"".join(
         DATA[slice(*own.place(block))] if block in here else bytes(16) for block in range(16)
     )
-    if 5 in wanted:  # neighbours are asked for together
-        assert sorted(beta.asked) == [(16, 48), (80, 96)]
+    assert sorted(beta.asked) == [own.place(block) for block in wanted]
 
 
 def test_a_source_that_refuses_ends_the_start(own: PartsFile) -> None:
     with pytest.raises(ModelError, match="it broke"):
-        fetch({Beta(fails_at=0, error=ModelError): {own: [0, 1]}})
+        fetch({Beta(fails_at=0, error=ModelError): [(own, 0), (own, 1)]})
