@@ -34,16 +34,11 @@ class Case:
     Attributes:
         label: its columns of the table, which distinguish it: {"method": "root"}.
         machine, method: the overrides of the emulated machine and of the decoding method.
-        compared_with: the case whose answers it must give, by name; empty: the first.
-        num_prompts, tokens: None: as the options say.
     """
 
     label: Mapping[str, str | int]
     machine: Sequence[str]
     method: Sequence[str]
-    compared_with: str = ""
-    num_prompts: int | None = None
-    tokens: int | None = None
 
     @property
     def name(self) -> str:
@@ -121,12 +116,9 @@ class Comparison:
         return list(dict.fromkeys(sample.benchmark for sample in self.prompts))
 
     def differing(self) -> dict[str, int]:
-        """For every case, how many answers differ from those of the case it is compared with."""
-        runs, first = self.runs, self.case_runs[0][0].name
-        return {
-            case.name: case_run.differing(runs[case.compared_with or first])
-            for case, case_run in self.case_runs
-        }
+        """For every case, how many answers differ from those of the first."""
+        first = self.case_runs[0][1]
+        return {case.name: case_run.differing(first) for case, case_run in self.case_runs}
 
     def rows(self, data_set: str = ALL) -> list[dict[str, Any]]:
         """A row for each case, over the requests of one data set or of all.
@@ -188,11 +180,10 @@ def decode(options: argparse.Namespace, cases: Sequence[Case], *temporary: Path)
         folder = Path(name)
         draft = run_options.draft(options, run_options.record(options, folder, prompts))
         for case in cases:
-            answer = run_options.answer(case.tokens or options.tokens)
             case_run = run(
                 case.name,
-                [*case.machine, *draft, *case.method, *answer],
-                prompts[: case.num_prompts],
+                [*case.machine, *draft, *case.method, *run_options.answer(options.tokens)],
+                prompts,
                 prompt_tokens=options.prompt_tokens,
                 temporary=[folder, *temporary],
             )

@@ -5,7 +5,8 @@
 
 `noise`: how often a drawn token is among the draft's k best, ranked by its own probabilities
 (`plain_top_k`) and with the noise that the target draws with (`top_k`; docs/sampling.md).
-`acceptance`: the lossy rules of SpecPipe's section 3.4; *agreement* is the share of tokens that are
+`acceptance`: greedy and sampled (SpecPipe, Fig. 15), exact and by the lossy rules of its section
+3.4; *agreement* is the share of tokens that are
 the target's own first choice, *loss* by how much less probable than that choice they are, in nats
 per token."""
 
@@ -67,13 +68,11 @@ def hits(
 
 def acceptance() -> Iterator[Cell]:
     # Relaxed takes the most probable candidate, whatever the temperature.
-    rules = {
-        "greedy": (GREEDY, (EXACT, RELAXED)),
-        "temperature 0.6, top-p 0.9": (NUCLEUS, (EXACT, STRICT)),
-    }
-    for policy in ("level", "best_first"):
-        for name, (sampling, allowed) in rules.items():
-            for rule in allowed:
+    papers = "temperature 0.6, top-p 0.9, top-k 80"
+    rules = {"greedy": (GREEDY, RELAXED), papers: (SAMPLINGS[papers], STRICT)}
+    for policy in ("static_tree", "level", "best_first"):
+        for name, (sampling, lossy) in rules.items():
+            for rule in (EXACT,) if policy == "static_tree" else (EXACT, lossy):
                 label = {"sampling": name, "acceptance": rule}
                 how = replace(sampling, acceptance=rule)
                 yield Cell(label, policy, how, loss)

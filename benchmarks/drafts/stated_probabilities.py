@@ -1,6 +1,6 @@
 """Whether proposers' stated probabilities are right, and their tokens per step: replayed texts.
 
-    python -m benchmarks.drafts.stated_probabilities --json benchmarks/results/calibration.json
+    python -m benchmarks.drafts.stated_probabilities --json FILE
     python -m benchmarks.drafts.stated_probabilities --prompts 8 --tokens 32
 
 The texts are the demo target's answers to the shipped prompts, greedy and sampled, and the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import mean
 from typing import Any
 
 from benchmarks.pages.stored_results import (
@@ -18,13 +17,11 @@ from benchmarks.pages.stored_results import (
 )
 from tools.docs.markdown import table
 
-TBT = ("TBT, ms", "{tbt_ms:.1f}")
-OVER_ROOT = ("over `root`", "{speed_up:.2f}")
 TOKENS = ("tokens per step", "{tokens_per_step:.3f}")
 HITS = ("hit rate", "{hit_rate:.2f}")
 OVERRUNS = ("over-runs per step", "{overruns_per_step:.3f}")
 # Of a data set, where all of them together have a row of their own.
-MEAN = "**mean**"
+ALL, MEAN = "all", "**mean**"
 Row = Mapping[str, Any]
 
 
@@ -42,11 +39,27 @@ def time_between_tokens(name: str) -> str:
     for data_set in dict.fromkeys(each["data_set"] for each in stored["rows"]):
         root, *others = [row(stored, data_set=data_set, method=method) for method in methods]
         cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in others]
-        lines.append([MEAN if data_set == "all" else data_set, f"{root['tbt_ms']:.1f}", *cells])
-    means = [each for each in stored["rows"] if each["data_set"] == "all"]
+        lines.append([MEAN if data_set == ALL else data_set, f"{root['tbt_ms']:.1f}", *cells])
+    means = [each for each in stored["rows"] if each["data_set"] == ALL]
     for heading, cell in (TOKENS, HITS, OVERRUNS):
         lines.append([heading, *(cell.format_map(each) for each in means)])
     headings = ["TBT, ms", *(f"`{method}`" for method in methods)]
+    return table(headings, lines) + command_of(stored)
+
+
+def predictions() -> str:
+    """`pipeline.plan_check`: time between tokens as predicted and measured, and their ratios."""
+    stored = result("plan_check")
+    keys = dict.fromkeys((each["stages"], each["policy"]) for each in stored["rows"])
+    sets = list(dict.fromkeys(each["data_set"] for each in stored["rows"]))
+    lines = []
+    for stages, policy in keys:
+        of = {name: row(stored, stages=stages, policy=policy, data_set=name) for name in sets}
+        whole = of.pop(ALL)
+        times = (f"{whole[name]:.1f}" for name in ("predicted_ms", "measured_ms"))
+        ratios = (f"{each['ratio']:.2f}" for each in of.values())
+        lines.append([str(stages), f"`{policy}`", *times, *ratios])
+    headings = ["stages", "policy", "predicted, ms", "measured, ms", *(x for x in sets if x != ALL)]
     return table(headings, lines) + command_of(stored)
 
 
@@ -81,28 +94,6 @@ def many_requests() -> str:
         name = "`root`, tokens/s" if method == "root" else f"`{method}`"
         lines.append([name, *(f"{each[shown]:.{1 + (shown == 'speed_up')}f}" for each in of)])
     return table(["requests", *map(str, counts)], lines) + command_of(stored)
-
-
-def where_rows_cost() -> str:
-    """`pipeline.frontier`: the default beside the best fixed policy, by requests."""
-    names = ("frontier_1", "frontier_8", "frontier_64")
-    lines = []
-    for name in names:
-        stored = result(name)
-        over = [each["over_best"] for each in stored["rows"]]
-        root = [each["over_root"] for each in stored["rows"]]
-        lines.append(
-            [
-                name.removeprefix("frontier_"),
-                str(len(over)),
-                f"{mean(over):.2f}",
-                f"{min(over):.2f}",
-                f"{mean(root):.2f}",
-                f"{min(root):.2f}",
-            ]
-        )
-    headings = ("requests", "cells", "over the best fixed policy", "least", "over `root`", "least")
-    return table(headings, lines) + command_of(*map(result, names))
 
 
 def accuracy() -> str:
@@ -146,40 +137,11 @@ def survived(stored: Row) -> str:
 def faults_in_short(name: str) -> str:
     """The same as a sentence, without the kinds."""
     stored = result(name)
-    every = row(stored, fault="all")
+    every = row(stored, fault=ALL)
     return (
         f"{every['times']} faults, {every['median_s']:.1f} s in the median, "
         f"{every['worst_s']:.1f} at worst. {survived(stored)}\n" + command_of(stored)
     )
-
-
-def counted() -> list[tuple[str, str, str, str]]:
-    """Figures that no machine changes: what, how much, beside what, of which result."""
-    optimum = [each["default"] for each in result("optimum")["rows"]]
-    drawn = row(result("foresight"), sampling="temperature 1")
-    wrong = [each for each in result("calibration")["rows"] if each["source"] != "suffix"]
-    stated = max(each["worst"] for each in wrong if each["texts"] != "repetitive")
-    repetitive = max(each["worst"] for each in wrong if each["texts"] == "repetitive")
-    return [
-        (
-            "speed of the default as a share of the exact optimum, pipelines of 1 to 4 stages",
-            f"{mean(optimum):.2f} in the mean, {min(optimum):.2f} at least",
-            f"{len(optimum)} cells",
-            "optimum",
-        ),
-        (
-            "most by which the draft's stated probabilities are wrong, by tenths, shipped prompts",
-            f"{stated:.3f}",
-            f"0 if perfect; {repetitive:.3f} in repetitive text",
-            "calibration",
-        ),
-        (
-            "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
-            f"{drawn['top_1']:.2f}",
-            f"{drawn['plain_top_1']:.2f} without it",
-            "foresight",
-        ),
-    ]
 
 
 def met(figure: float, budget: float) -> str:
@@ -187,12 +149,13 @@ def met(figure: float, budget: float) -> str:
 
 
 def measured() -> str:
-    """Figures that were measured without emulation, beside what to compare them with."""
+    """Figures that are no table's, beside what to compare them with."""
     controller, memory, startup = result("controller"), result("memory"), result("startup")
     hop = row(controller, name="hop: complete -> ready elsewhere")["value"]
     ping = row(controller, name="Redis PING round trip")["value"]
     four = row(startup, what="generate, 4 stages")["first_s"]
     imports = row(startup, what="imports")["first_s"]
+    drawn = row(result("foresight"), sampling="temperature 1")
     own, resident = (
         max(each[name] for each in memory["rows"]) for name in ("uss_beyond", "rss_beyond")
     )
@@ -215,7 +178,12 @@ def measured() -> str:
             f"budget of the latter 300 MiB, {met(resident, 300)}",
             "memory",
         ),
-        *counted(),
+        (
+            "a token drawn at temperature 1 is the draft's first, ranked with the shared noise",
+            f"{drawn['top_1']:.2f}",
+            f"{drawn['plain_top_1']:.2f} without it",
+            "foresight",
+        ),
     ]
     rows = [[*figure, source(name)] for *figure, name in lines]
     return table(["measured", "figure", "beside", "from `benchmarks/results/`"], rows)
@@ -263,20 +231,22 @@ def race(name: str) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    **{name: partial(engines, name) for name in ("peers_bfloat16", "peers_h200", "peers_real")},
+    **{name: partial(engines, name) for name in ("peers_h200", "peers_real")},
     "links": partial(race, "links"),
-    "sampled": partial(
+    "acceptance": partial(
         plain,
-        "sampled",
-        ("", "{verify}"),
-        ("method", "`{method}`"),
-        TBT,
-        ("least and most", "{least_ms:.1f} to {most_ms:.1f}"),
-        *(OVER_ROOT, HITS),
+        "lossy",
+        ("policy", "`{policy}`"),
+        ("sampling", "{sampling}"),
+        ("acceptance", "{acceptance}"),
+        ("tokens per step", "{tokens_per_step:.2f}"),
+        HITS,
+        ("agreement", "{agreement:.2f}"),
+        ("loss per token", "{loss:.3f}"),
     ),
+    "plan_check": predictions,
     "methods": sizes_of_trees,
     "load": many_requests,
-    "frontier": where_rows_cost,
     "accuracy": accuracy,
     "measured": measured,
     "tbt": partial(time_between_tokens, "tbt"),

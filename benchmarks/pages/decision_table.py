@@ -117,7 +117,7 @@ def links() -> Iterator[Line]:
 
 def simulated() -> Iterator[Line]:
     """GPUs that were not at hand."""
-    rows = result("deployments")["rows"]
+    rows = [*result("deployments")["rows"], *result("mixture")["rows"]]
     keys = ("deployment", "requests", "draft")
     for name, requests, draft in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         # What has no draft was simulated once.
@@ -144,7 +144,8 @@ def simulated() -> Iterator[Line]:
 def long() -> str:
     """All deployments, with where each figure comes from."""
     lines = [line.cells() for part in (real_models, links, simulated) for line in part()]
-    return table(HEADINGS, lines) + command_of(*map(result, ("peers_real", "links", "deployments")))
+    results = map(result, ("peers_real", "links", "deployments", "mixture"))
+    return table(HEADINGS, lines) + command_of(*results)
 
 
 def short() -> str:

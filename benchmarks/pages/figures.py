@@ -21,6 +21,8 @@ PAGES = (
     DOCS / "benchmarks.md",
     DOCS / "gpus.md",
     DOCS / "peers.md",
+    DOCS / "planning.md",
+    DOCS / "sampling.md",
 )
 BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 BLOCKS: Mapping[str, Callable[[], str]] = {

@@ -21,8 +21,6 @@ Column = tuple[str, str]
 # What older results call the modules of today, and with which options.
 CHANGED = {
     "pipespec check --gpu": "pipespec doctor --gpu",
-    "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
-    "drafts.lossy_acceptance --scale 4": "drafts.counts acceptance",
 }
 
 

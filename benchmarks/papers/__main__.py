@@ -11,7 +11,6 @@ as no paper prints the accuracy of a data set. Intervals are of 95 %, by batch m
 from __future__ import annotations
 
 import argparse
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.progress import Progress
 
 from benchmarks.common import experiment
 from benchmarks.papers import meta, pipedec, specpipe, swiftspec
-from benchmarks.papers.cells import BATCHES, Runs, num_jobs
+from benchmarks.papers.cells import BATCHES, Runs, code_version, num_jobs
 from benchmarks.papers.missing import MISSING
 from benchmarks.papers.tables import Experiment, as_json
 
@@ -62,15 +61,6 @@ def simulated(chosen: Sequence[Experiment], options: argparse.Namespace) -> Runs
             done = shown.tasks[0].completed + 1
             shown.update(task, completed=done, total=done + left)
     return runs
-
-
-def code_version() -> str:
-    """Of the code that simulates a cell, as git names its contents."""
-    names = [f"HEAD:{path}" for path in ("pipespec", "benchmarks/papers/cells.py")]
-    found = subprocess.run(
-        ["git", "rev-parse", *names], cwd=experiment.ROOT, capture_output=True, text=True
-    )
-    return found.stdout.strip()
 
 
 def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str, Any]]:

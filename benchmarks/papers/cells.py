@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import experiment
 from benchmarks.papers import intervals
 from benchmarks.papers.intervals import Interval
 from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
@@ -214,3 +216,12 @@ def _work(cell: Cell) -> float:
 
 def num_jobs() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def code_version() -> str:
+    """Of the code that simulates a cell, as git names its contents."""
+    names = [f"HEAD:{path}" for path in ("pipespec", "benchmarks/papers/cells.py")]
+    found = subprocess.run(
+        ["git", "rev-parse", *names], cwd=experiment.ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip()

@@ -1,13 +1,15 @@
 """What one could run on a cluster, simulated: pipelines by each method, and one group of all GPUs.
 
-    python -m benchmarks.pipeline.deployments --json benchmarks/results/deployments.json
+    python -m benchmarks.pipeline.deployments --only 70B --json benchmarks/results/deployments.json
+    python -m benchmarks.pipeline.deployments --only V3 --json benchmarks/results/mixture.json
 
 A 70B in bfloat16 on eight GPUs of 24 GB and a mixture of 671B in 4 bits on twelve of 48 GB, their
-draft on one more, over each kind of link, with one request and with many. Times of stages are
-those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the draft
-is as accurate as one that was recorded, and with one request also as a 1B is assumed to be. What a
-group takes is computed: its share of a pass, and the all-reduces of its layers, each of which is
-assumed to take two messages over the slowest link; GPUs that do not divide the heads form none.
+draft on one more, with one request and with many, the 70B over each kind of link. Times of stages
+are those that vLLM's pipeline takes on these GPUs (SpecPipe, Fig. 11), or of `conf/emulate/`; the
+draft is as accurate as one that was recorded, and with one request also as a 1B is assumed to be.
+What a group takes is computed: its share of a pass, and the all-reduces of its layers, each of
+which is assumed to take two messages over the slowest link; GPUs that do not divide the heads form
+none.
 
 Of the fixed methods, and of those of a group, all candidates are looked at briefly for each number
 of requests, and the two that are fastest then are simulated as long as the others. Intervals are of
@@ -18,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import experiment
-from benchmarks.papers.cells import MAX_ROWS, Cell, Run
+from benchmarks.papers.cells import MAX_ROWS, Cell, Run, Runs, code_version
 from benchmarks.papers.machines import emulated, vllm_pipeline
 from pipespec.config.compose import compose_sections
 from pipespec.extras.emulation.link import EmulatedLink
@@ -102,9 +105,8 @@ def deployments() -> Iterator[Deployment]:
     for words, link in links.items():
         yield Deployment(f"70B, 8 × 24 GB {words}", vllm_pipeline(), link, 80, 64)
     mixture = emulated("deepseek_v3_12", 12)
-    for words in ("in one box", "over 10 Gbit/s"):
-        link = replace(links[words], row_bytes=2 * 7168)
-        yield Deployment(f"DeepSeek V3, 12 × 48 GB {words}", mixture, link, 61, 128)
+    pcie = replace(PCIE, row_bytes=2 * 7168)
+    yield Deployment("DeepSeek V3, 12 × 48 GB in one box", mixture, pcie, 61, 128)
 
 
 def methods(
@@ -129,16 +131,20 @@ def in_flight(policy: SpeculationPolicy, machine: Machine, requests: int) -> Seq
     return windows if policy.refills else windows[-1:]
 
 
-def best(cells: Sequence[Cell]) -> tuple[Cell, Run]:
+def best(cells: Sequence[Cell], looks: Runs, runs: Runs) -> tuple[Cell, Run]:
     """The fastest of some candidates."""
     if len(cells) > CHOSEN:
-        cells = sorted(cells, key=lambda cell: cell.run(LOOK).tbt.value)[:CHOSEN]
-    runs = [(cell, cell.run()) for cell in cells]
-    return min(runs, key=lambda found: found[1].tbt.value)
+        for _ in looks.simulate(cells, jobs=1):
+            pass
+        cells = sorted(cells, key=lambda cell: looks[cell].tbt.value)[:CHOSEN]
+    for _ in runs.simulate(cells, jobs=1):
+        pass
+    return min(((cell, runs[cell]) for cell in cells), key=lambda found: found[1].tbt.value)
 
 
-def rows(tokens: int) -> Iterator[dict[str, Any]]:
-    for where in deployments():
+def rows(tokens: int, only: str, resume: Path | None) -> Iterator[dict[str, Any]]:
+    looks, runs = (Runs(share, resume, code_version()) for share in (LOOK, 1.0))
+    for where in (each for each in deployments() if only in each.name):
         for requests in where.requests:
             for draft in where.drafts if requests == 1 else (RECORDED,):
                 for name, machine, policies in methods(where, requests):
@@ -150,7 +156,7 @@ def rows(tokens: int) -> Iterator[dict[str, Any]]:
                         for policy in policies
                         for each in in_flight(policy, machine, requests)
                     ]
-                    cell, run = best(cells)
+                    cell, run = best(cells, looks, runs)
                     yield {"deployment": where.name, "draft": draft, **described(name, cell, run)}
 
 
@@ -168,9 +174,11 @@ def described(method: str, cell: Cell, run: Run) -> Mapping[str, Any]:
 def main() -> None:
     parser = experiment.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=3000, help="of a simulation (3000)")
+    parser.add_argument("--only", default="", help="deployments whose names have this (all)")
+    parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
     options = experiment.parse(parser, tokens=200)
     title = "simulated: milliseconds between tokens by deployment and method"
-    experiment.publish(options, title, [*rows(options.tokens)])
+    experiment.publish(options, title, [*rows(options.tokens, options.only, options.resume)])
 
 
 if __name__ == "__main__":

@@ -103,18 +103,6 @@ class Cell:
         )
         return found.ms / found.tokens
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Cell:
-        """That of a stored row."""
-        return cls(*(row[name] for name in cls.__dataclass_fields__))
-
-
-def stored(requests: Sequence[int] = REQUESTS) -> list[dict[str, Any]]:
-    """The stored rows of cells with these numbers of requests."""
-    folder = experiment.ROOT / "benchmarks" / "results"
-    files = [folder / f"frontier_{number}.json" for number in requests]
-    return [row for file in files for row in json.loads(file.read_text())["rows"]]
-
 
 def all_cells(requests: Sequence[int] = REQUESTS) -> list[Cell]:
     """Every cell with these numbers of requests, in the order in which they are run."""

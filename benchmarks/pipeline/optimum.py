@@ -1,6 +1,6 @@
 """The default policy beside the optimum, where that can be computed.
 
-    python -m benchmarks.pipeline.optimum --json benchmarks/results/optimum.json
+    python -m benchmarks.pipeline.optimum --json FILE
 
 Exact and simulated. In small pipelines, for a draft whose candidates all have the same
 probabilities by rank, the best choice of rows in every state is found by dynamic programming

@@ -347,10 +347,13 @@ class LearntSteps:
         """Batches that are to be in flight, by how this step decodes."""
         return self.modes.length(self.modes.mode)
 
-    def set_stage_times(self, stages: Points) -> None:
+    def set_stage_times(self, stages: Points, drafting_ms: float = 0.0) -> None:
+        """Take over what a stage takes; a step with rounds beside it takes no less than these do,
+        which does not add to the time of more rows."""
         self._stages = stages
-        for times in self._times.values():
-            times.set_stage_times(stages)
+        beside = tuple((rows, max(ms, drafting_ms)) for rows, ms in stages)
+        for way, times in self._times.items():
+            times.set_stage_times(stages if way in (ONE_TREE, BETWEEN) else beside)
 
     def next_mode(self, requests: int) -> str:
         """How the next step decodes so many requests."""

@@ -24,6 +24,7 @@ ABOUT_AS_FAST = 0.995
 # The share of a step's time by which the contexts of certain rows may exceed the chosen size:
 # contexts grow, and the size is of the last steps.
 CONTEXT_SLACK = 0.05
+TINY = 1e-9  # tokens
 # Added to the log-probabilities of nodes that come before all others.
 URGENT = 1e6
 
@@ -311,7 +312,7 @@ def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:
     rows' probabilities. A certain row that is added or left out changes that by one token. A draft
     token does so by less: left out, it is offered again in the next step; and with larger batches
     fewer probable rows are left to offer. With one stage neither is so, as no batch is in the
-    pipeline when the next one is sent. docs/policies.md has the formula and its evidence.
+    pipeline when the next one is sent. docs/policies.md has the formulas and their evidence.
     """
     fed = max(offered.fed, 1.0)
     rows = np.arange(1, len(offered.probabilities) + 1)
@@ -319,10 +320,28 @@ def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:
     share = np.ones(len(rows))
     if state.num_stages > 1:
         share = np.minimum(lost_by_waiting(state) * np.sqrt(fed / rows), 1.0)
-    gained = np.cumsum(offered.certain + drafts * share)
     now = np.interp(fed, rows, np.cumsum(offered.probabilities))
+    one_each = min(state.requests, len(rows))
+    if state.num_stages > 1 and fed <= one_each > 1:
+        share[:one_each] = _share_of_one_row_each(offered.probabilities[:one_each], fed, now)
+    gained = np.cumsum(offered.certain + drafts * share)
     tokens = now + gained - np.interp(fed, rows, gained)
     return np.maximum(tokens, 1 / state.num_stages)
+
+
+def _share_of_one_row_each(probabilities: np.ndarray, fed: float, tokens: float) -> np.ndarray:
+    """What the draft token of one row more yields of its probability, in batches of 1, 2, ... rows,
+    each of another request, where `fed` rows yield `tokens`, `[rows]`.
+
+    More rows are then more batches of a request in the pipeline, of one row each. With a share *a*
+    of hits among *m* of them, a row yields 1 / (a + (1 - a) m) tokens, and *m* grows with the rows
+    *w*; so one row more yields dA / dw = a (A / w)^2, whatever *m* is.
+    """
+    rows = np.arange(1, len(probabilities) + 1)
+    pairs = rows[1:] * rows[:-1]
+    fewer = np.concatenate(([0.0], np.cumsum(probabilities[1:] / pairs)))
+    found = 1 / np.maximum(1 / tokens + np.interp(fed, rows, fewer) - fewer, TINY)
+    return np.minimum(np.concatenate(([1.0], found[1:] * found[:-1] / pairs)), 1.0)
 
 
 def lost_by_waiting(state: PipelineState) -> float:

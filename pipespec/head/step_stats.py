@@ -53,6 +53,7 @@ class _ThisStep:
     rounds: int = 0
     rounds_beside: int = 0  # before the verdict
     last_round_ms: float = 0.0
+    beside_ms: float = 0.0  # of rounds before the verdict
     drafted_ms: float = 0.0  # of the rounds that every step has
     delaying_ms: float = 0.0  # of rounds after the verdict
     verdict_received: bool = False
@@ -105,8 +106,9 @@ class StepStats:
         self._undelayed_steps = 0  # in a row
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
-        self._overhead = Ema()  # ms of a step beside its stages
-        self._trials = SpeculationTrials(num_stages)
+        self._overhead = Ema()  # ms of a step beyond its stages and the draft beside them
+        # Each for about so many requests, of which others take another time for a token.
+        self._trials = defaultdict[int, SpeculationTrials](lambda: SpeculationTrials(num_stages))
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
         self._proposals = 0
 
@@ -172,6 +174,7 @@ class StepStats:
             now.delaying_ms += ms
         else:
             now.rounds_beside += 1
+            now.beside_ms += ms
 
     def add_proposal(self, logps: np.ndarray) -> None:
         """Candidates have log-probabilities `[nodes, children]`, the best ones first."""
@@ -211,7 +214,7 @@ class StepStats:
         # Without draft tokens a request decides one token in each pass, unless batches are chosen
         # for themselves.
         counted = speculating or (self.num_stages == 1 and not self.overlap)
-        self._trials.add(
+        self._trials[size_bucket(requests)].add(
             ms, tokens if counted else requests / self.num_stages, speculating=speculating
         )
         now = self._now
@@ -228,12 +231,13 @@ class StepStats:
         if now.rows:
             self._by_rows.add(now.rows, ms)
             if self._stages.points:
-                self._overhead.add(max(ms - ms_at(self._stages.with_slots(), now.rows), 0.0))
+                stage_ms = ms_at(self._stages.with_slots(), now.rows)
+                self._overhead.add(max(ms - max(stage_ms, now.beside_ms), 0.0))
 
     def set_stage_times(self, measured: BatchTimes) -> None:
         self._stages = measured
         if self._learnt is not None:
-            self._learnt.set_stage_times(measured.points)
+            self._learnt.set_stage_times(measured.points, self._drafting.value or 0.0)
 
     def add_candidates(self, selection: Selection) -> None:
         """Count the rows that were offered and selected in this step."""
@@ -296,11 +300,11 @@ class StepStats:
         if one_tree:
             points = tuple((rows, ms * self.num_stages) for rows, ms in points)
         rows = requests / self.num_stages
-        speculates = self._speculates
+        trials, speculates = self._trials[size_bucket(requests)], self._speculates
         if speculates is None:
             known = bool(self._stages.points)
             least_ms = _stage_ms(self._stages, max(rows, 1)) / rows if known else None
-            speculates = self._trials.speculates(least_ms)
+            speculates = trials.speculates(least_ms)
         return PipelineState(
             num_stages=self.num_stages // steps_at_a_time,
             one_tree=one_tree,
@@ -314,7 +318,7 @@ class StepStats:
             draft_nodes=self._draft.count,
             draft_node_ms=self._draft.each_ms,
             verdict_ms=self._verdict_ms(),
-            tokens_per_step=self._trials.speculative.tokens.value,
+            tokens_per_step=trials.speculative.tokens.value,
             step_ms=points,
             by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
@@ -324,7 +328,7 @@ class StepStats:
             drafting_ms=self._drafting.value or 0.0,
             target=target,
             most_held=most_held,
-            token_ms=self._trials.token_ms,
+            token_ms=trials.token_ms,
             child_probabilities=self._children,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from benchmarks.pages import figures
 from benchmarks.pages.stored_results import COMMITS, OLDER, RESULTS, command_today
 from benchmarks.papers import page
+from benchmarks.pipeline.deployments import ASSUMED
+from benchmarks.pipeline.deployments import RECORDED as RECORDED_DRAFT
 from pipespec.cli.main import COMMANDS
 from pipespec.extras.emulation.synthetic_proposer import RECORDED
 
@@ -58,6 +61,23 @@ def test_tables_of_figures_are_made_from_results(name: str) -> None:
     """What is no block is prose, or a table without numbers."""
     left = page.BLOCK.sub("", figures.BLOCK.sub("", (ROOT / name).read_text()))
     assert not [line for line in left.splitlines() if NUMBER.search(line)]
+
+
+@pytest.mark.parametrize("draft", [RECORDED_DRAFT, ASSUMED])
+def test_stated_gains_are_those_of_the_simulated_deployments(draft: str) -> None:
+    """Of one request to the 70B, over a plain pipeline and over the best fixed tree."""
+    of: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in json.loads((RESULTS / "deployments.json").read_text())["rows"]:
+        counts = row["draft"] == draft or row["method"] == "pipeline"  # which has none
+        if counts and row["requests"] == 1 and "70B" in row["deployment"]:
+            of[row["deployment"]][row["method"]] = row["tbt_ms"]["value"]
+    gains = [each["pipeline"] / each["pipeline, best_first"] for each in of.values()]
+    leads = [each["pipeline, fixed"] / each["pipeline, best_first"] for each in of.values()]
+    named = f"{min(gains):.1f} to {max(gains):.{int(max(gains) < 10)}f}"
+    assert named in (ROOT / "docs" / "benchmarks.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert named in readme
+    assert draft == ASSUMED or f"{min(leads):.2f} to {max(leads):.1f}" in readme
 
 
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)

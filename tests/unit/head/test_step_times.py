@@ -163,6 +163,15 @@ def test_plain_decoding_is_not_tried_while_speculation_takes_less_than_the_stage
     assert {*used} == {BESIDE}
 
 
+def test_time_of_draft_rounds_is_not_added_to_sizes_that_no_step_had():
+    learnt = LearntSteps(4)
+    learnt.set_stage_times(((1, 5.0), (2, 8.0), (8, 20.0)), drafting_ms=10.0)
+    learnt.next_mode(8)
+    for _ in range(16):
+        learnt.add([2] * 4, 10.0, rounds=1)
+    assert [learnt.times.times.at(rows) for rows in (2, 8)] == pytest.approx([10, 20])
+
+
 # --- whole decoding -------------------------------------------------------------------------------
 
 

@@ -409,6 +409,28 @@ def test_a_draft_token_left_out_costs_less_than_its_probability_and_less_in_a_lo
     assert eight[2] - eight[1] == pytest.approx(0.3 * (2 / (8 * 3)) ** 0.5)
 
 
+@pytest.mark.parametrize("fed", [2, 4, 6.5, 16])
+def test_row_of_another_request_yields_what_its_place_in_a_pass_does(fed: float):
+    """Rows of one request are in the pipeline n w / R at a time, and a miss costs all of these."""
+    stages, requests, hits = 8, 16, 0.8
+    rows = np.arange(1, 17)
+    in_flight = stages * rows / requests
+    tokens = rows / (hits + (1 - hits) * in_flight)
+    known = np.interp(fed, rows, tokens)
+    probabilities = np.full(16, hits)
+    probabilities[0] = hits + known - hits * fed  # so that the present size yields as many
+    found = tokens_by_rows(
+        offered(probabilities, [0] * 16, fed=fed), PipelineState(stages, 0, requests=requests)
+    )
+    assert found[3:] == pytest.approx(tokens[3:], rel=0.02)
+
+
+def test_batches_of_many_requests_with_sure_draft_tokens_yield_as_many_tokens_as_rows():
+    state = PipelineState(12, 0, requests=64)
+    rows = offered([1] * 16, [1] * 5 + [0] * 11, fed=5)
+    assert tokens_by_rows(rows, state) == pytest.approx(range(1, 17))
+
+
 def test_draft_tokens_are_scheduled_only_if_they_save_more_than_reading_their_context():
     far, near = (
         RequestCandidates(one_level([0.3, 0.2], fed=fed), np.arange(fed, 3), context_len=1000)
@@ -516,7 +538,7 @@ def test_plain_token_costs_less_with_more_requests():
     meter = StepStats(num_stages=4)
     for _ in range(8):
         meter.add_step(10.0, 1, speculating=False, requests=4)
-    assert meter.state(0, end=9, elapsed_ms=0.0).token_ms == 10.0  # 40 for one request
+    assert meter.state(0, end=9, elapsed_ms=0.0, requests=4).token_ms == 10.0  # 40 for one request
 
 
 @pytest.mark.parametrize(
@@ -545,6 +567,17 @@ def test_step_time_is_that_of_the_largest_batch_in_the_pipeline(stage_times, bat
         meter.add_batch(rows)
         meter.add_step(ms, 0, speculating=True)
     assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == step_ms
+
+
+def test_step_that_lasts_as_long_as_its_draft_round_says_nothing_about_larger_batches():
+    meter = StepStats(num_stages=2)
+    meter.set_stage_times(BatchTimes(((1, 5.0), (2, 8.0), (4, 12.0))))
+    for _ in range(8):
+        meter.begin_step()
+        meter.add_round(10.0)
+        meter.add_batch(2)
+        meter.add_step(10.5, 1, speculating=True)
+    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 5.5), (2, 8.5), (4, 12.5))
 
 
 # --- whether to speculate ---------------------------------------------------------------------
