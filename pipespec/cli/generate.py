@@ -26,6 +26,7 @@ LABELS = {
     "tbt_ms": "time between tokens (ms)",
     "tokens_per_s": "tokens per second",
     "control_ms_per_step": "controller per step (ms)",
+    "features_ms_per_step": "waiting for features per step (ms)",
     "stage_busy": "share of time each stage computed",
 }
 

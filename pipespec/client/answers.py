@@ -81,7 +81,7 @@ def gather(
 
 
 # Statistics that are milliseconds; `tokens_per_s` is the inverse of one.
-TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step")
+TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step", "features_ms_per_step")
 
 
 def statistics(served: ModelInfo, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:

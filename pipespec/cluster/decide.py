@@ -25,6 +25,7 @@ from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.checkpoint.partial_checkpoint import repository_of
 from pipespec.engine.checkpoint.parts.folder import Repository
+from pipespec.engine.inspection.draft_heads import inspect_head
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.placement.costs import Needs, Problem, Worker
@@ -44,7 +45,9 @@ def decide(
     `checks.require_fit`. Raises ConfigError; HostFailed if another host must be asked
     and cannot."""
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
-    used = {"target": True, "draft": config.proposer.needs_draft, "mid": config.proposer.needs_mid}
+    has_head = config.proposer.needs_head
+    needs_draft = config.proposer.needs_draft or (has_head and config.model.draft is not None)
+    used = {"target": True, "draft": needs_draft, "mid": config.proposer.needs_mid}
     named = {kind: getattr(config.model, kind) for kind in used if used[kind]}
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is None:
@@ -56,10 +59,15 @@ def decide(
 
     models: dict[str, CheckpointInfo] = {}
     for kind, model in named.items():
-        name = quantization_of(kind)
-        models[kind] = inspect(elsewhere.get(kind, model), fit=False)
+        name, place = quantization_of(kind), elsewhere.get(kind, model)
+        if kind == "draft" and has_head:
+            models[kind] = inspect_head(place, models["target"])
+        else:
+            models[kind] = inspect(place, fit=False)
         models[kind].check_quantization(f"model.{name}", getattr(config.model, name))
     target, draft, mid = models["target"], models.get("draft"), models.get("mid")
+    if has_head and draft is None:
+        draft = inspect_head(None, target)
     if "cluster.stages" in config.chosen:
         stages = min(config.cluster.stages, target.num_layers)
         config = replace(config, cluster=replace(config.cluster, stages=stages))
@@ -139,7 +147,8 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     require_backend(deployment)
     memory.require_files(deployment)
     for _, info in deployment.models:
-        open_files(info.path).require_tokenizer()
+        if info.head is None:
+            open_files(info.path).require_tokenizer()
     # A prompt that is not read yet has a token at least.
     least = deployment if stays else fit_context(deployment, 1, requests=1)
     memory.require_memory(least, memory.local_ranks(least))

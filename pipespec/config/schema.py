@@ -275,6 +275,10 @@ class Config(RunConfig):
                 "model.draft is null, but this proposer uses a draft model; name its folder "
                 "or hub id, or choose proposer=suffix, which needs none."
             )
+        if self.proposer.needs_head and self.model.draft_quantization is not None:
+            raise ConfigError(
+                "model.draft_quantization is for draft models, not for draft heads; leave it out."
+            )
         if self.proposer.needs_mid and self.model.mid is None:
             raise ConfigError(
                 "model.mid is null, but in a cascade a mid-size model scores the tree; name its "

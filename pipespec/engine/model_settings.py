@@ -44,7 +44,9 @@ class ModelConfig:
         "or, on the hub, ORG/NAME/FILE.gguf.",
     )
     draft: str | None = setting(
-        None, "Draft model, best with the target's vocabulary; null for proposers that need none."
+        None,
+        "Draft model, best with the target's vocabulary, or with proposer=head an EAGLE-3 head; "
+        "null for proposers that need none, and for MTP layers of the target's checkpoint.",
     )
     mid: str | None = setting(
         None,

@@ -57,6 +57,8 @@ class HeadSettings:
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
         masks: follows the texts in their grammars.
         keep_learnt: keeps what was learnt of steps for the next run.
+        receive_features: takes what the last stage returns for a draft head with each verdict, and
+            returns whether that was the last; None: it returns nothing.
     """
 
     num_stages: int
@@ -66,6 +68,7 @@ class HeadSettings:
     compile_grammar: Compile | None = None
     masks: FairThread = field(default_factory=FairThread)
     keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
+    receive_features: Callable[[], bool] | None = None
 
 
 class HeadLoop:
@@ -89,7 +92,8 @@ class HeadLoop:
         self.settings = settings
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        self.in_flight = InFlight(settings.num_stages)
+        most = 1 if scheduler.config.one_batch else None
+        self.in_flight = InFlight(settings.num_stages, most)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
@@ -98,7 +102,8 @@ class HeadLoop:
         self._unlogged: list[tuple[int, Verdict]] = []
         self._kept_steps = 0  # of those learnt, how many are kept
         self._published: int | None = None  # when gauges and counters were published last
-        self._control_ns: dict[int, int] = {}  # the controller's time when each request began
+        # Time for the controller and for features, when each request began.
+        self._waited_ns: dict[int, tuple[int, int]] = {}
         # Requests whose grammars are being compiled, and their answers so far.
         self._compiling: list[tuple[Request, tuple[int, ...], Future[Matcher]]] = []
 
@@ -145,10 +150,14 @@ class HeadLoop:
         stops = self.settings.stop_check(request)
         if self.admission.idle:
             self.timeline.take()
-        self._control_ns[request.id] = self.timeline.totals["control"]
+        self._waited_ns[request.id] = self._waited
         sequence = self.admission.add(request, stops, self.timeline.clock(), answer, guide)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
+
+    @property
+    def _waited(self) -> tuple[int, int]:
+        return self.timeline.totals["control"], self.timeline.totals["features"]
 
     def start_compiled(self) -> None:
         """Start the requests whose grammars are compiled; if there is nothing else to do, wait for
@@ -263,6 +272,9 @@ class HeadLoop:
                 if progress.reason:
                     self.finish(progress.sequence, progress.reason)
         self._done.append(prune(0, self.receiver.num_received - 1))
+        if self.settings.receive_features is not None:
+            with self.timeline("features"):
+                self.settings.receive_features()
 
     def drop_cancelled(self) -> None:
         for sequence in self.admission.requests:
@@ -277,10 +289,12 @@ class HeadLoop:
     def finish(self, sequence: Sequence, reason: str) -> None:
         self.log_accepted()
         request = sequence.request
-        control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
+        since = zip(self._waited, self._waited_ns.pop(request.id), strict=True)
+        control, features = (now - before for now, before in since)
         # The only report, if no stage knows the request.
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report: dict[str, Any] = {"rank": 0, "alone": alone, "control_ns": control}
+        report["features_ns"] = features
         # Those of the whole pipeline: use a trace with one request at a time.
         report |= {"events": [*self.timeline.events], "times": pack(self._rounds.measured())}
         report["overlap"] = self.scheduler.stats.overlap
@@ -364,3 +378,6 @@ class HeadLoop:
         """Send the last batch."""
         self.submit_step()
         self.send(Batch(self.scheduler.step, stop=True))
+        receive = self.settings.receive_features
+        while receive is not None and not receive():
+            pass

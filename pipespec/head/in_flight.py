@@ -28,8 +28,10 @@ class InFlight:
     Holds no clock: moments are arguments, in nanoseconds.
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, most: int | None = None) -> None:
+        """`most`: batches that are ever to be in flight; None: as many as keep it busy."""
         self._num_stages = num_stages
+        self._most = most
         self._sent = deque[tuple[int, int | None]]()  # step, and moment if it is measured
         self._passes = deque[int](maxlen=PASSES)  # ns
         self._pass_ns = Ema(MEMORY)
@@ -61,7 +63,8 @@ class InFlight:
 
     def depth(self, step_ms: float) -> int:
         """Batches that keep the pipeline busy, by the shortest pass so far (`depth`)."""
-        return depth(self._num_stages, min(self._passes, default=0) / 1e6, step_ms)
+        found = depth(self._num_stages, min(self._passes, default=0) / 1e6, step_ms)
+        return found if self._most is None else min(found, self._most)
 
 
 def depth(num_stages: int, pass_ms: float, step_ms: float) -> int:

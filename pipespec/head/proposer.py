@@ -198,6 +198,13 @@ class ProposerConfig(ABC):
         return False
 
     @property
+    def needs_head(self) -> bool:
+        """Whether rank 0 loads a draft head, from `model.draft` or the target's own checkpoint. It
+        proposes from hidden states of the target, so one batch at a time is in the pipeline, and
+        trees are drafted anew after each verdict."""
+        return False
+
+    @property
     def synthetic(self) -> bool:
         """Whether draft tokens are made from the answer, so that results are labelled."""
         return False

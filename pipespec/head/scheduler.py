@@ -213,6 +213,8 @@ class Scheduler:
             self.totals.hits[min(depth, DEEPEST)] += 1
         if self._scorer is not None:
             self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
+        if self.config.one_batch:
+            sequence.tree.drop_unfed()
         count = len(depths)
         self._decided += count
         self._measured_tokens += 0 if self._in_crowd(sequence) else count

@@ -37,6 +37,8 @@ class SchedulerConfig:
         state_interval: tokens of a prompt behind which one is kept, or 0.
         overlap: whether the draft works while the stages compute; else, where the policy can do
             without, only while they do not. None: as measured (`LearntSteps`).
+        one_batch: one batch at a time is in the pipeline, which then counts as one stage, and trees
+            are drafted anew after each verdict: a draft head reads what the target has computed.
         request_policies: policies that requests may name instead (`Request.policy`).
     """
 
@@ -52,6 +54,7 @@ class SchedulerConfig:
     kept_states: int | None = None
     state_interval: int = 0
     overlap: bool | None = True
+    one_batch: bool = False
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 
     @property

@@ -57,11 +57,9 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     pipeline.begin_step()
     scheduler.begin_step()
 
-    # The draft expands the trees while the stages compute.
-    scheduler.refine()
-    while work := scheduler.next_expansion(pipeline.elapsed_ms()):
-        expand(scheduler, pipeline, work)
-        scheduler.refine()
+    # The draft expands the trees while the stages compute; a draft head needs their verdict.
+    if not scheduler.config.one_batch:
+        expand_all(scheduler, pipeline)
 
     drafted_ms = pipeline.elapsed_ms()
     pipeline.receive_verdicts()
@@ -70,6 +68,8 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     for sequence in scheduler.admission.preempt():
         pipeline.end_sequence(sequence)
 
+    if scheduler.config.one_batch:
+        expand_all(scheduler, pipeline)
     scheduler.take_scores()
     while work := scheduler.next_refill(plan := scheduler.plan_batch(pipeline.elapsed_ms())):
         # The stages wait for this draft round: without it there is nothing to send, or less than
@@ -80,6 +80,14 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     pipeline.after_send()
     scheduler.end_step(pipeline.elapsed_ms())
     return batch
+
+
+def expand_all(scheduler: Scheduler, pipeline: Pipeline) -> None:
+    """The draft rounds for which a step has time."""
+    scheduler.refine()
+    while work := scheduler.next_expansion(pipeline.elapsed_ms()):
+        expand(scheduler, pipeline, work)
+        scheduler.refine()
 
 
 def expand(scheduler: Scheduler, pipeline: Pipeline, work: ProposalBatch) -> None:

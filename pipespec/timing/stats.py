@@ -28,6 +28,7 @@ def empty_report(rank: int) -> Report:
         "times": "",
         "overlap": True,
         "control_ns": 0,
+        "features_ns": 0,
         "events": [],
         "hits": 0,
         "cached_tokens": 0,
@@ -51,7 +52,9 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     decided. After a recovery tokens that an earlier epoch decided count for `ttft_ms` alone.
     `stage_busy` is the share of the request's time in which each stage computed.
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
-    the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
+    the ranks: calls, and the transfer of verdicts. `features_ms_per_step` is how long per step the
+    head waited for features of the target, which a draft head reads. `attention` is the backend of
+    each stage.
     `stage_times` are the latest of each stage (`BatchTimes`), and `round_times` those of the draft
     by the nodes that a round expanded; `overlap` says whether it drafted while the stages computed.
     """
@@ -86,6 +89,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "control_ms_per_step": sum(report["control_ns"] for report in reports)
         / 1e6
         / (len(reports) * max(counts["steps"], 1)),
+        "features_ms_per_step": head["features_ns"] / 1e6 / max(counts["steps"], 1),
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
         "attention": [stage["attention"] for stage in stages],

@@ -84,6 +84,7 @@ class DistributedTransport:
         nccl: bool = False,
         spinner: Spinner | None = None,
         window: int = 1,
+        names: Sequence[int] | None = None,
         **limits: Any,
     ) -> None:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
@@ -91,12 +92,14 @@ class DistributedTransport:
         rank but the last is linked to the next; None: all are on one host, and nothing is
         encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spinner`: how it waits for
         batches, None: asleep. `window`: batches that a link may hold, as far as WINDOW_BYTES have
-        room for their largest. `limits`: of a batch, and its type, as of `Wire`. Raises RankFailed
-        if a neighbour did not connect in time."""
+        room for their largest. `names`: of the ranks in messages. `limits`: of a batch, and its
+        type, as of `Wire`. Raises RankFailed if a neighbour did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
         self.rank = rank
+        self.returns: DistributedTransport | None = None
+        self._names = names or range(len(devices))
         self._spinner = spinner
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
@@ -104,7 +107,7 @@ class DistributedTransport:
         self._inbox = deque[tuple[dist.Work, torch.Tensor]]()
         drawn = secrets.token_hex(_DRAWN_BYTES)
         made: dict[int, _GlooLink] = {}  # by the sending rank
-        with raises_rank_failed(f"Rank {rank} did not meet its neighbours"):
+        with raises_rank_failed(f"Rank {self._names[rank]} did not meet its neighbours"):
             store.set(f"drawn/{rank}", drawn)
             # Every second link comes first: otherwise each would wait for the one before it.
             for sender in sorted((rank - 1, rank), key=lambda sender: sender % 2):
@@ -140,7 +143,7 @@ class DistributedTransport:
         message = self._wire.pack(batch, pinned=self._pinned)
         if link.seal is not None:
             message = link.seal.seal(message)
-        with raises_rank_failed(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
+        with raises_rank_failed(self._lost(self.rank + 1)):
             self._flush(self._window)
             self._start(link.group.send([message], link.peer, _TAG), message)
             if self._nccl is not None and batch.hidden is not None and len(batch):
@@ -160,24 +163,24 @@ class DistributedTransport:
         if self._spinner is not None:
             arrived = self._wire.arrived if link.seal is None else link.seal.arrived
             self._spinner.until(lambda: arrived(message))
-        with raises_rank_failed(self._lost), GlooWait():
+        with raises_rank_failed(self._lost(self.rank - 1)), GlooWait():
             work.wait(FOREVER)
         if link.seal is not None:
             message = link.seal.open(message, pinned=self._pinned)
         batch = self._wire.unpack(message)
         self._inbox.popleft()
         if batch.stop:
-            with raises_rank_failed(self._lost), GlooWait():
+            with raises_rank_failed(self._lost(self.rank - 1)), GlooWait():
                 link.group.send([torch.empty(1)], link.peer, _STOPPED_TAG).wait(FOREVER)
         else:
             self._post()
         if self._wire.inline and batch.hidden is not None:
             batch.hidden = batch.hidden.to(self._device, non_blocking=True)
-        elif self._nccl is not None and self._wire.has_hidden(message):
-            shape = (len(batch), self._wire.hidden_size)
+        elif self._nccl is not None and (columns := self._wire.columns_of(message)):
+            shape = (len(batch), columns)
             batch.hidden = torch.empty(shape, dtype=self._wire.dtype, device=self._device)
             if len(batch):
-                with raises_rank_failed(self._lost):
+                with raises_rank_failed(self._lost(self.rank - 1)):
                     self._nccl.recv([batch.hidden], self.rank - 1, _TAG).wait()
         return batch
 
@@ -188,8 +191,12 @@ class DistributedTransport:
         self._close_links()
         if self._nccl is not None:
             self._nccl.abort()
+        if self.returns is not None:
+            self.returns.abort()
 
     def close(self) -> None:
+        if self.returns is not None:
+            self.returns.close()
         # Closed explicitly, as an exception that is being handled may keep the groups alive.
         self._close_links()
         self._outbox.clear()
@@ -201,9 +208,8 @@ class DistributedTransport:
             if link is not None:
                 close_link(link.group, link.peer)
 
-    @property
-    def _lost(self) -> str:
-        return f"Rank {self.rank} lost its link to rank {self.rank - 1}"
+    def _lost(self, other: int) -> str:
+        return f"Rank {self._names[self.rank]} lost its link to rank {self._names[other]}"
 
     def _post(self) -> None:
         link = self._previous
@@ -215,7 +221,7 @@ class DistributedTransport:
             # A new buffer each time: the hidden states of the last batch are views of the old one.
             message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
             self._wire.expect(message)
-        with raises_rank_failed(self._lost):
+        with raises_rank_failed(self._lost(self.rank - 1)):
             self._inbox.append((link.group.recv([message], link.peer, _TAG), message))
 
     def _start(self, work: dist.Work, tensor: torch.Tensor) -> None:

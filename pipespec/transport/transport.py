@@ -24,6 +24,11 @@ class Transport(Protocol):
 
     rank: int
 
+    @property
+    def returns(self) -> Transport | None:
+        """The link from the last rank back to rank 0, at these two, which ends with the others;
+        None: there is none."""
+
     def send(self, batch: Batch) -> None:
         """Start sending to the next rank, once the link has room. A stop batch, the last one of a
         link, has been received when this returns. Raises RankFailed if the next rank is gone."""

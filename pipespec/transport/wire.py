@@ -1,10 +1,11 @@
 """The wire format of a batch. Packing and unpacking only, no I/O.
 
-    message   [ header 14 x int64 | rows num_rows x 6 x int64 | finished x int64 |
+    message   [ header 15 x int64 | rows num_rows x 6 x int64 | finished x int64 |
                 preempted x int64 | failed x int64 | retained x 2 x int64 | kept x 3 x int64 |
                 started | 0..63 bytes | hidden states | 0..7 bytes | end ]
     header    epoch, step, num_rows, flags, num_finished, num_preempted, num_failed, num_retained,
-              num_kept, started_ints, sent_ns, token (2), bytes of the message
+              num_kept, started_ints, sent_ns, token (2), columns of the hidden states (0: there are
+              none), bytes of the message
     end       the first part of the token XOR the step
     retained  sequence, number of its tokens that are retained
     kept      sequence, number of tokens behind which its running state is kept, number of that
@@ -32,10 +33,10 @@ from pipespec.errors import RankFailed, StaleEpoch
 _EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_FAILED = range(7)
 _NUM_RETAINED, _NUM_KEPT, _STARTED, _SENT = range(7, 11)
 _TOKEN = slice(11, 13)
-_BYTES = 13
-_HEADER = 14
+_COLUMNS, _BYTES = 13, 14
+_HEADER = 15
 _START = 7  # integers before the params of a sequence start
-_STOP, _HIDDEN, _BESIDE = 1, 2, 4
+_STOP, _BESIDE = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
 
@@ -53,12 +54,13 @@ def token(secret: str, epoch: int) -> tuple[int, int]:
 class Wire:
     """The parameters of the wire format, the same for every link of a cluster. `inline`: hidden
     states are part of the message; else they are sent separately. A batch has at most `max_rows`
-    rows, `max_finished` sequences that leave, finished or preempted, as many that fail, and changes
-    of `max_retained` retained prefixes and `max_kept` running states."""
+    rows, `max_columns` columns of hidden states with all that is behind them, `max_finished`
+    sequences that leave, finished or preempted, as many that fail, and changes of `max_retained`
+    retained prefixes and `max_kept` running states."""
 
     epoch: int
     max_rows: int
-    hidden_size: int
+    max_columns: int
     dtype: torch.dtype
     inline: bool = True
     token: tuple[int, int] = (0, 0)
@@ -71,7 +73,7 @@ class Wire:
         tail = 2 * self.max_finished + 2 * self.max_retained + 3 * self.max_kept
         tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
-        return start + self._hidden_bytes(self.max_rows) + _INT
+        return start + self._hidden_bytes(self.max_rows, self.max_columns) + _INT
 
     def pack(self, batch: Batch, *, pinned: bool = False) -> torch.Tensor:
         """The batch as a message, uint8 `[bytes]` in CPU memory; a copy."""
@@ -91,34 +93,36 @@ class Wire:
         started = b"".join(map(_pack_start, batch.started))
         assert len(started) <= MAX_STARTED_BYTES, f"{len(started)} bytes of sequence starts"
         tail = len(sequence_ints) + len(started) // _INT
+        columns = 0 if hidden is None else hidden.shape[1]
         if hidden is not None:
-            assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
+            assert hidden.shape == (rows, columns), f"hidden {tuple(hidden.shape)}"
+            assert 0 < columns <= self.max_columns, f"{columns} columns"
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
 
         start = self._hidden_start(rows, tail)
-        carried = self._hidden_bytes(rows) if hidden is not None else 0
+        carried = self._hidden_bytes(rows, columns)
         size = start + carried + _INT
         message = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         whole = message.numpy()
         whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
         ints = whole[:start].view(np.int64)
-        flags = _STOP * batch.stop | _HIDDEN * (hidden is not None) | _BESIDE * batch.beside
+        flags = _STOP * batch.stop | _BESIDE * batch.beside
         leave = len(batch.finished), len(batch.preempted), len(batch.failed)
         keep = len(batch.retained_prefixes), len(batch.kept_states)
-        sent = len(started) // _INT, batch.sent_ns, *self.token, size
+        sent = len(started) // _INT, batch.sent_ns, *self.token, columns, size
         ints[:_HEADER] = (self.epoch, batch.step, rows, flags, *leave, *keep, *sent)
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
         ints[end : end + len(sequence_ints)] = sequence_ints
         ints[end + len(sequence_ints) : end + tail] = np.frombuffer(started, np.int64)
         if hidden is not None and carried:
-            self._hidden_of(message, start, rows).copy_(hidden)
+            self._hidden_of(message, start, rows, columns).copy_(hidden)
         return message
 
     def unpack(self, message: torch.Tensor) -> Batch:
         """The batch in a message; bytes beyond its end are ignored. The hidden states are a view of
-        the message; if they are sent separately, the batch has none, and `has_hidden` is whether
-        they follow. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
+        the message; if they are sent separately, the batch has none, and `columns_of` says which
+        follow. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
         does not hold the cluster's secret."""
         ints = self._header(message)
         if ints[_EPOCH] != self.epoch:
@@ -140,8 +144,8 @@ class Wire:
         states_at = leaving + 2 * retained
         sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
-        start, has_hidden = self._hidden_start(rows, tail), self.has_hidden(message)
-        size = start + (self._hidden_bytes(rows) if has_hidden else 0) + _INT
+        start, columns = self._hidden_start(rows, tail), self.columns_of(message)
+        size = start + self._hidden_bytes(rows, columns) + _INT
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert size <= ints[_BYTES] <= len(message), f"{size} bytes in a message of {ints[_BYTES]}"
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
@@ -149,8 +153,8 @@ class Wire:
         prefixes = table[end + leaving : end + states_at].reshape(retained, 2).tolist()
         states = table[end + states_at : end + sequence_ints].reshape(kept, 3).tolist()
         hidden = None
-        if self.inline and has_hidden:
-            hidden = self._hidden_of(message, start, rows)
+        if self.inline and columns:
+            hidden = self._hidden_of(message, start, rows, columns)
         return Batch(
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
@@ -179,9 +183,9 @@ class Wire:
         end = message.numpy()[size - _INT : size].view(np.int64)
         return int(end[0]) == self.token[0] ^ step
 
-    def has_hidden(self, message: torch.Tensor) -> bool:
-        """Whether the batch in the message had hidden states."""
-        return bool(self._header(message)[_FLAGS] & _HIDDEN)
+    def columns_of(self, message: torch.Tensor) -> int:
+        """The columns of the hidden states that the batch in the message had; 0: it had none."""
+        return int(self._header(message)[_COLUMNS])
 
     def _header(self, message: torch.Tensor) -> np.ndarray:
         return message.numpy()[: _HEADER * _INT].view(np.int64)
@@ -191,14 +195,16 @@ class Wire:
         ints = (_HEADER + rows * NUM_COLUMNS + tail) * _INT
         return -(-ints // _ALIGNMENT) * _ALIGNMENT
 
-    def _hidden_of(self, message: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-        """The hidden states in a message that carries them, `[rows, hidden]`."""
-        size = rows * self.hidden_size * self.dtype.itemsize
-        return message[start : start + size].view(self.dtype).view(rows, self.hidden_size)
+    def _hidden_of(
+        self, message: torch.Tensor, start: int, rows: int, columns: int
+    ) -> torch.Tensor:
+        """The hidden states in a message that carries them, `[rows, columns]`."""
+        size = rows * columns * self.dtype.itemsize
+        return message[start : start + size].view(self.dtype).view(rows, columns)
 
-    def _hidden_bytes(self, rows: int) -> int:
+    def _hidden_bytes(self, rows: int, columns: int) -> int:
         """Their size in a message, rounded up to a multiple of 8 bytes."""
-        size = rows * self.hidden_size * self.dtype.itemsize if self.inline else 0
+        size = rows * columns * self.dtype.itemsize if self.inline else 0
         return -(-size // _INT) * _INT
 
 

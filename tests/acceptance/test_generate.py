@@ -62,7 +62,7 @@ def test_generate_json_is_one_object_with_all_results(place, tmp_path):
     assert all(0 < busy < 1 for busy in stats["stage_busy"])
     for name in (
         "ttft_ms", "tokens_per_s", "steps", "tokens_per_step", "hit_rate", "rows_per_step",
-        "pruned_rows", "draft_rounds_per_step", "control_ms_per_step",
+        "pruned_rows", "draft_rounds_per_step", "control_ms_per_step", "features_ms_per_step",
     ):  # fmt: skip
         assert stats[name] >= 0, name
 

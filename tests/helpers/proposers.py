@@ -10,6 +10,7 @@ from pathlib import Path
 from pipespec.config.choices import options, read_choice
 from pipespec.config.compose import compose, policy_class
 from pipespec.head.policies.policy import SpeculationPolicy
+from tests.helpers import heads
 
 # Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
 SIZE = ("policy.width=8", "policy.children=4")
@@ -31,7 +32,8 @@ def small_policies() -> list[SpeculationPolicy]:
 
 
 def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
-    """`truth` is the file that synthetic drafts read, `mid` a cascade's second model."""
+    """`truth` is the file that synthetic drafts read, `mid` a cascade's second model, for which a
+    draft head is made too, as it is the target."""
     overrides = [f"proposer={proposer}"]
     needed = {
         entry.name
@@ -43,7 +45,9 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     config = compose([*overrides, f"model.mid={mid}"]).proposer
     if config.needs_mid:
         overrides.append(f"model.mid={mid}")
-    if not config.needs_draft:
+    if config.needs_head:
+        overrides.append(f"model.draft={heads.shared(mid)}")
+    elif not config.needs_draft:
         overrides.append("model.draft=null")
     return overrides
 

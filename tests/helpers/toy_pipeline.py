@@ -40,7 +40,8 @@ class ToyModel:
     """A slice of one layer: what leaves a row is a sum over all that it attends to."""
 
     vocab_size = VOCABULARY
-    hidden_size = 1
+    hidden_size = input_size = 1
+    taps = ()
     parallel = WholeSlice()
 
     def __init__(self, num_slots: int):

@@ -47,7 +47,7 @@ def connect(num_ranks: int, place: str) -> DistributedTransport:
         epoch=1,
         secret="",
         max_rows=4,
-        hidden_size=8,
+        max_columns=8,
         dtype=torch.float32,
     )
 

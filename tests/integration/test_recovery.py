@@ -25,11 +25,14 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, RankFailed, Unreachable
+from pipespec.system.folders import resource_dir
+from tests.helpers import heads
 from tests.helpers.clusters import Clusters
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
 
 PROMPT = "Once upon a time there was a king who had three sons and"
+DEMO = resource_dir("demo")
 STAGES = 3
 TOKENS = 48
 # The fault happens when so many tokens have been seen.
@@ -119,6 +122,21 @@ def test_text_is_unchanged_when_every_rank_is_killed_in_turn(struck, greedy, lon
                 PATIENCE_S,
                 f"nobody noticed that rank {rank} is gone",
             )
+    assert ask(struck) == greedy
+
+
+def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
+    clusters, greedy, tmp_path_factory
+):
+    """The head, a stage, and the last stage, which returns features to the head."""
+    head = heads.write_eagle3(tmp_path_factory.mktemp("heads") / "head", DEMO / "target")
+    always = "policy.row_cost=0.0001", "proposer.rounds=2"
+    struck = clusters.running(*PATIENT, "proposer=head", f"model.draft={head}", *always)
+    for rank in (0, 1, STAGES):
+        pid = pid_of(struck, rank)
+        answer = ask(struck, at=LATE, fault=lambda pid=pid: os.kill(pid, signal.SIGKILL))
+        assert answer == greedy
+        await_another(struck, rank, pid)
     assert ask(struck) == greedy
 
 

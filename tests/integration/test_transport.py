@@ -78,7 +78,7 @@ def linked(
         secret="of the cluster",
         links=[kind] * (num_ranks - 1),
         max_rows=MAX_ROWS,
-        hidden_size=HIDDEN,
+        max_columns=HIDDEN,
         dtype=torch.float32,
         spinner=Spinner() if spins else None,
     )

@@ -10,6 +10,7 @@ from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.ggml import library
+from pipespec.engine.inspection.draft_heads import require_head_fit
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
@@ -46,13 +47,21 @@ def check_groups(deployment: Deployment) -> None:
                 f"The head is {1 + len(followers)} devices, but its proposer has no draft model; "
                 "give it one device."
             )
+        if deployment.head is not None:
+            raise ConfigError(
+                f"The head is {1 + len(followers)} devices, but a draft head is computed by one; "
+                "give it one device."
+            )
         deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
 
 
 def require_fit(deployment: Deployment) -> None:
     """Raise ModelError unless the classes of the models accept the headers of their files."""
     for _, info in deployment.models:
-        info.require_fit()
+        if info.head is None:
+            info.require_fit()
+        else:
+            require_head_fit(info, deployment.target)
 
 
 def require_quantizers(deployment: Deployment) -> None:

@@ -11,6 +11,7 @@ from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
 from pipespec.engine.checkpoint.parts.folder import Repository
+from pipespec.engine.formats.draft_heads import DraftHead
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -139,6 +140,16 @@ class Deployment:
             joined=tuple(joined),
             stage_devices=self.stage_devices or tuple(stages),
         )
+
+    @property
+    def head(self) -> DraftHead | None:
+        """What proposes tokens from hidden states of the target; None: nothing does."""
+        return None if self.draft is None else self.draft.head
+
+    @property
+    def features(self) -> int:
+        """Columns of what the last stage returns of a row for the draft head; 0: there is none."""
+        return 0 if self.head is None else self.target.hidden_size * max(len(self.head.taps), 1)
 
     def name_of(self, info: CheckpointInfo) -> str:
         return next(name for name, each in self.models if each is info)

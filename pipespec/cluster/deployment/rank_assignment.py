@@ -48,9 +48,11 @@ class RankAssignment:
     def links(self, seal: str) -> tuple[LinkKind, ...]:
         """How each rank but the last is linked to the next one, where `transport.seal` is `seal`.
         This is the only rule, so both ends of a link agree."""
-        hosts = [worker.rpartition("/")[0] for worker in self.workers]
-        local = [sender == receiver for sender, receiver in pairwise(hosts)]
-        return tuple(LinkKind(each, seal == YES or (seal == AUTO and not each)) for each in local)
+        return tuple(_link(*ends, seal) for ends in pairwise(self.workers))
+
+    def return_link(self, seal: str) -> LinkKind:
+        """How the last rank is linked back to the head, where it returns features to it."""
+        return _link(self.workers[-1], self.workers[0], seal)
 
     def encode(self) -> str:
         return json.dumps(
@@ -78,3 +80,8 @@ class RankAssignment:
 
 class WeightsPending(Exception):
     """The hosts of a new assignment get their weights first; ask for it again."""
+
+
+def _link(sender: str, receiver: str, seal: str) -> LinkKind:
+    local = sender.rpartition("/")[0] == receiver.rpartition("/")[0]
+    return LinkKind(local, seal == YES or (seal == AUTO and not local))

@@ -23,6 +23,7 @@ from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice import speedups
+from pipespec.engine.slice.head_slice import HeadSlice, load_head
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.tensor_parallel.tp_member import TPMember
@@ -30,6 +31,7 @@ from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposer import Proposer
 from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.proposers.token_map import token_map
@@ -65,20 +67,25 @@ def load_model(
     info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     layers = memory.layers_of(deployment, info, rank)
-    # In a later epoch, and on a host that was started by hand, some may be lacking.
-    fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
-    model = ModelSlice.load(
-        info.path,
-        layers,
-        dtype=getattr(torch, deployment.dtype_of(info)),
-        quantization=held,
-        device=device,
-        num_slots=slots,
-        attention=settings.attention,
-        parallel=part,
-        kv_dtype=settings.kv_dtype,
-        context=deployment.longest,
-    )
+    how: dict[str, Any] = {
+        "dtype": getattr(torch, deployment.dtype_of(info)),
+        "device": device,
+        "num_slots": slots,
+        "attention": settings.attention,
+        "kv_dtype": settings.kv_dtype,
+        "context": deployment.longest,
+    }
+    # In a later epoch, and on a host that was started by hand, some parts may be lacking.
+    if info.head is not None:
+        fetch_parts(info.path, info.head.parts)
+        fetch_parts(deployment.target.path, info.head.target_parts)
+        model: ModelSlice = load_head(info.path, info.head, deployment.target.path, **how)
+    else:
+        fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
+        how |= {"quantization": held, "parallel": part}
+        if deployment.head is not None:
+            how["taps"] = deployment.head.taps
+        model = ModelSlice.load(info.path, layers, **how)
     if settings.compile:
         speedups.compile_slice(model)
     else:
@@ -128,7 +135,8 @@ class Weights:
         device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.weight_format(info)
-        key = (rank > 0, layers, device, deployment.dtype, held, member, size)
+        taps = None if deployment.head is None else deployment.head.taps
+        key = (rank > 0, layers, device, deployment.dtype, held, member, size, taps)
         # More ranks have more draft tokens in flight, for which the pool may be too small.
         least = 0 if info is None else memory.least_slots(deployment, rank).total()
         if key != self._loaded or (self._model is not None and self._model.num_slots < least):
@@ -161,12 +169,15 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
     """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text."""
     config = deployment.config
     overlap = {"yes": True, "no": False, "auto": None}[config.proposer.overlap]
-    if overlap is None and not measures_steps(config):
+    one_batch = config.proposer.needs_head
+    if one_batch:
+        overlap = False
+    elif overlap is None and not measures_steps(config):
         overlap = True  # emulated hosts have a device for each rank
     for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.policy,
-        num_stages=len(deployment.layers),
+        num_stages=1 if one_batch else len(deployment.layers),
         rounds=config.proposer.rounds,
         prefill_chunk=config.decode.prefill_chunk,
         context_limit=deployment.context,
@@ -177,6 +188,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
         kept_states=None if deployment.target.recurrent is None else deployment.kept_states,
         state_interval=STATE_INTERVAL,
         overlap=overlap,
+        one_batch=one_batch,
         request_policies=config.request_policies,
     )
 
@@ -208,15 +220,24 @@ def step_times_key(deployment: Deployment) -> list[Any]:
     ]
 
 
+def make_draft(deployment: Deployment, runner: SliceRunner | None) -> DraftModelProposer | None:
+    """The draft model or draft head in `runner`, if there is one."""
+    if deployment.draft is None:
+        return None
+    assert runner is not None
+    if deployment.head is None:
+        return draft_proposer(deployment, deployment.draft, runner, deployment.parallel)
+    assert isinstance(runner.model, HeadSlice)
+    chunk, retained = deployment.config.decode.prefill_chunk, deployment.max_retained
+    vocabulary = deployment.target.vocab_size
+    return DraftHeadProposer(runner, runner.model, chunk, vocabulary, retained)
+
+
 def make_proposer(
     deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
 ) -> Proposer:
-    """The proposer of the draft model in `runner`, and of the mid-size model of a cascade."""
-    draft = None
-    if deployment.draft is not None:
-        assert runner is not None
-        draft = draft_proposer(deployment, deployment.draft, runner, deployment.parallel)
-    target = deployment.target
+    """The proposer of the draft in `runner`, and of the mid-size model of a cascade."""
+    draft, target = make_draft(deployment, runner), deployment.target
 
     def encode(text: str) -> list[int]:
         return tokenizer.load(target.path).encode(text, add_special_tokens=False)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
@@ -37,8 +38,13 @@ from pipespec.errors import ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import MOST_IN_FLIGHT
-from pipespec.head.proposers.calibration import calibrations_of, restore_calibrations
+from pipespec.head.proposers.calibration import (
+    CalibratedProposer,
+    calibrations_of,
+    restore_calibrations,
+)
 from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
@@ -52,7 +58,7 @@ from pipespec.timing.batch_times import RowTimes
 from pipespec.timing.trace import Timeline
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import TPProcessGroup
-from pipespec.transport.transport import Transport
+from pipespec.transport.transport import LinkKind, Transport
 from pipespec.transport.transport_settings import NCCL
 
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
@@ -218,6 +224,7 @@ def join_and_run(
             # NCCL is for one host, and workers of others may have joined since the cluster started.
             nccl=wanted == NCCL and all(link.local for link in links[1:]),
             spinner=spinner,
+            returned=held.assignment.return_link(deployment.config.transport.seal),
         )
         aborted = (transport.abort, *([] if group is None else [group.abort]))
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
@@ -230,25 +237,53 @@ def join_and_run(
 
 
 def connect_links(
-    deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
+    deployment: Deployment,
+    where: ControllerAddress,
+    rank: int,
+    store: Store,
+    *,
+    spinner: Spinner | None = None,
+    returned: LinkKind = LinkKind(),  # noqa: B008 - it is frozen
+    **how: Any,
 ) -> DistributedTransport:
-    """The links of a rank to its neighbours, as `DistributedTransport` makes them."""
-    scheduling = deployment.config.scheduler
-    return DistributedTransport(
+    """The links of a rank to its neighbours, as `DistributedTransport` makes them, and the one from
+    the last rank to the head, `returned` of its kind, where a draft head needs one."""
+    scheduling, last = deployment.config.scheduler, len(deployment.layers)
+    common: dict[str, Any] = {
+        "epoch": where.epoch,
+        "secret": where.secret,
+        "max_rows": deployment.config.max_rows,
+        "dtype": getattr(torch, deployment.dtype),
+        "spinner": spinner,
+    }
+    taps = () if deployment.head is None else deployment.head.taps
+    transport = DistributedTransport(
         deployment.devices,
         store=store,
         rank=rank,
-        epoch=where.epoch,
-        secret=where.secret,
-        max_rows=deployment.config.max_rows,
         max_finished=scheduling.max_num_seqs,
         max_retained=scheduling.max_num_seqs + deployment.max_retained,
         max_kept=deployment.kept_states,
-        hidden_size=deployment.target.hidden_size,
-        dtype=getattr(torch, deployment.dtype),
+        max_columns=deployment.target.hidden_size * (1 + len(taps)),
         window=MOST_IN_FLIGHT,
+        **common,
         **how,
     )
+    if deployment.features and rank in (0, last):
+        try:
+            transport.returns = DistributedTransport(
+                [deployment.devices[last], deployment.devices[0]],
+                store=PrefixStore("returns", store),
+                rank=1 if rank == 0 else 0,
+                links=[returned],
+                max_columns=deployment.features,
+                names=(last, 0),
+                **common,
+            )
+        except BaseException:
+            transport.close()
+            raise
+    return transport
 
 
 @contextmanager
@@ -308,7 +343,8 @@ def join_rank(
                 num_stages, delay_ms, config.emulate, attention, begin, masks, compute.share_cores
             )
             timeline = Timeline(record=config.trace is not None)
-            stage = StageLoop(runner, transport, controller, settings, timeline, times)
+            returns = transport.returns
+            stage = StageLoop(runner, transport, controller, settings, timeline, times, returns)
             with progress.part(LATE_S):
                 stage.run_until_stop()
 
@@ -338,6 +374,11 @@ def _run_head(
         store_cached(STEP_TIMES, key, steps)
         store_cached(CALIBRATIONS, of_proposer, [each.stored() for each in calibrations])
 
+    receive_features = None
+    if (returns := transport.returns) is not None:
+        assert isinstance(proposer, CalibratedProposer)
+        assert isinstance(proposer.proposer, DraftHeadProposer)
+        receive_features = partial(_receive_features, returns, proposer.proposer)
     settings = HeadSettings(
         len(deployment.layers),
         rank_components.stop_check(deployment),
@@ -346,6 +387,7 @@ def _run_head(
         grammars.begin,
         grammars.masks,
         keep_learnt=keep_learnt,
+        receive_features=receive_features,
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_stages, scheduling.overlap, scheduling.rounds
@@ -355,3 +397,10 @@ def _run_head(
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
         head.run_until_done()
+
+
+def _receive_features(returns: Transport, head: DraftHeadProposer) -> bool:
+    """Take what the last stage returns with a verdict; whether it is the last."""
+    returned = returns.recv()
+    head.add_features(returned)
+    return returned.stop

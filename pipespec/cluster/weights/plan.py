@@ -50,7 +50,11 @@ def parts_of_rank(deployment: Deployment, rank: int) -> Needs:
     computed = [("target", deployment.target, deployment.layers[rank - 1])]
     if not rank:
         computed = [(kind, of, range(of.num_layers)) for kind, of in deployment.models[1:]]
-    return {kind: parts_of(own, of.num_layers, tied=of.tied) for kind, of, own in computed}
+    found = {kind: parts_of(own, of.num_layers, tied=of.tied) for kind, of, own in computed}
+    if not rank and (head := deployment.head) is not None:
+        found["draft"] = set(head.parts)
+        found["target"] = set(head.target_parts)
+    return found
 
 
 def parts_asked(
@@ -89,7 +93,12 @@ def on_this_host(
                 f"{what} as {kind} of that host in the hosts file."
             )
         same = path.absolute() == info.path.absolute()
-        own[kind] = info if same else inspect(str(path))
+        if same:
+            own[kind] = info
+        elif info.head is None:
+            own[kind] = inspect(str(path))
+        else:
+            own[kind] = replace(info, path=path)
     if own["target"].kind != deployment.target.kind:
         raise ConfigError(
             f"Host {host.name} has another target in {own['target'].path} than the other hosts "

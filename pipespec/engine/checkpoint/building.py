@@ -123,10 +123,7 @@ def check_fit(files: StoredFiles, tensors: Mapping[str, Tensor], *, strict: bool
         config = files.config()
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the headers are those of plain weights
-        state = {
-            name: LazyTensor(each.shape, "F32", partial(_empty, each.shape))
-            for name, each in tensors.items()
-        }
+        state = {name: without_numbers(each.shape) for name, each in tensors.items()}
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         try:
             _, loaded = build(
@@ -155,6 +152,11 @@ def check_fit(files: StoredFiles, tensors: Mapping[str, Tensor], *, strict: bool
             f"left out, for example {min(weights)}; correct config.json, or fetch the checkpoint "
             "again"
         )
+
+
+def without_numbers(shape: tuple[int, ...]) -> LazyTensor:
+    """A tensor of this shape on PyTorch's meta device."""
+    return LazyTensor(shape, "F32", partial(_empty, shape))
 
 
 def _empty(shape: tuple[int, ...], _: Part) -> torch.Tensor:

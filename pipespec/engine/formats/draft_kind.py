@@ -1,8 +1,8 @@
-"""Distinguishes draft models from heads for another model, which are refused.
+"""Distinguishes draft models from heads for another model, which `proposer=head` alone takes.
 
-EAGLE, Medusa, MTP and DFlash heads propose from the target's hidden states. In a pipeline these are
-available n steps after a token entered the first stage, but draft tokens are needed n steps before
-that. So only models whose input is tokens can be drafts.
+EAGLE, Medusa, MTP and DFlash heads propose from the target's hidden states. In a full pipeline
+these are available n steps after a token entered the first stage, but draft tokens are needed n
+steps before that. So drafts of other proposers are models whose input is tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parallel_draft(path: Path, config: Mapping[str, Any]) -> tuple[int | None, i
 def _refused(path: Path) -> ModelError:
     return ModelError(
         f"{path} holds a head for another model (EAGLE, Medusa, MTP or DFlash), which proposes "
-        "tokens from the target's hidden states, but in a pipeline these leave the last stage too "
-        "late; take a small model with the same vocabulary, a parallel draft (PARD), or "
-        "proposer=suffix, which needs no draft"
+        "tokens from the target's hidden states; an EAGLE-3 head is for proposer=head, which keeps "
+        "one batch in the pipeline; for a full pipeline take a small model with the same "
+        "vocabulary, a parallel draft (PARD), or proposer=suffix, which needs no draft"
     )

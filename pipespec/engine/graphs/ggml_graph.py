@@ -90,7 +90,8 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Planned:
-    """A graph for so many rows and keys, with the memory of its inputs and its output."""
+    """A graph for so many rows and keys, with the memory of its inputs, and of its outputs: hidden
+    states and those of tapped layers."""
 
     graph: int
     inputs: np.ndarray
@@ -98,7 +99,7 @@ class _Planned:
     write: np.ndarray
     read: np.ndarray
     mask: np.ndarray
-    output: np.ndarray
+    outputs: list[np.ndarray]
     held: list[Any]
     num_bytes: int
 
@@ -144,6 +145,7 @@ class SliceGraph:
                 _require(type(table) is nn.Embedding)
                 self._embedding = self._plain(table)
         self._norm = self._norm_of(getattr(base, "norm", None)) if model.is_last else None
+        self._taps = [layer - model.layers.start for layer in model.taps]
         self._planned: OrderedDict[tuple[int, int, bool, Computer], _Planned] = OrderedDict()
 
     # --- the constants --------------------------------------------------------------------------
@@ -225,13 +227,15 @@ class SliceGraph:
         last."""
         part = copy(self)
         part._layers, part._planned = self._layers[start:stop], OrderedDict()
+        part._taps = []
         part._embedding = self._embedding if stop == 0 else None
         part._norm = self._norm if start == len(self._layers) else None
         return part
 
     def forward(self, inputs: Tensor, plan: AttentionPlan) -> Tensor:
         """See `ModelSlice.forward`."""
-        given, output = inputs.numpy(), empty(len(plan.write), self._hidden_size)
+        given = inputs.numpy()
+        output = empty(len(plan.write), self._hidden_size * (1 + len(self._taps)))
         for wide in (True, False):  # prompts first, as later rows of their batch see them
             for segments in _passes(plan, wide=wide):
                 rows = np.concatenate([np.arange(own.start, own.stop) for own, _ in segments])
@@ -267,7 +271,7 @@ class SliceGraph:
             planned.mask[some, own : own + mask.shape[1]][mask] = 0
         planned.mask[count:] = planned.mask[count - 1]
         computer.compute(planned.graph, wide=wide)
-        return planned.output[:count]
+        return np.concatenate([each[:count] for each in planned.outputs], 1)
 
     def _graph(self, computer: Computer, rows: int, keys: int, wide: bool) -> _Planned:
         """The graph for so many rows and keys, from those that are kept or made now."""
@@ -332,7 +336,8 @@ class SliceGraph:
             found = lib.reshape_3d(context, found, layer.dim, layer.kv_heads, keys)
             return lib.permute(context, found, 0, 2, 1, 3)
 
-        for layer in self._layers:
+        tapped: list[int] = []
+        for number, layer in enumerate(self._layers):
             by, norms = layer.products, layer.norms
             y = norm(x, norms["input_layernorm"])
             query = rotated(product(y, by["q_proj"]), layer, layer.heads, norms["q_norm"])
@@ -353,18 +358,25 @@ class SliceGraph:
             y = norm(x, norms["post_attention_layernorm"])
             y = lib.swiglu_split(context, product(y, by["gate_proj"]), product(y, by["up_proj"]))
             x = lib.add(context, product(y, by["down_proj"]), x)
-        x = norm(x, self._norm)
-        output = empty(rows, self._hidden_size)
-        lib.set_output(x)
-        buffers = [place(lib, x, output)]
-        graph = lib.new_graph_custom(context, count, False)
-        lib.build_forward_expand(graph, x)
+            if number in self._taps:
+                tapped.append(x)
+        graph, buffers, outputs = lib.new_graph_custom(context, count, False), [], []
+        # Without a final norm the last layer's output may be both.
+        hidden = norm(x, self._norm)
+        for of in dict.fromkeys((hidden, *tapped)):
+            outputs.append(empty(rows, self._hidden_size))
+            lib.set_output(of)
+            buffers.append(place(lib, of, outputs[-1]))
+            lib.build_forward_expand(graph, of)
+        if hidden in tapped:
+            outputs.append(outputs[0])
         memory = lib.gallocr_new(lib.backend_cpu_buffer_type())
         if not lib.gallocr_alloc_graph(memory, graph):
             _free(lib, buffers, memory, context)
             raise MemoryError("there is no memory for a batch")
-        num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes + output.nbytes
-        planned = _Planned(graph, inputs, positions, write, read, mask, output, held, num_bytes)
+        num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes
+        num_bytes += sum(each.nbytes for each in outputs)
+        planned = _Planned(graph, inputs, positions, write, read, mask, outputs, held, num_bytes)
         weakref.finalize(planned, _free, lib, buffers, memory, context)
         return planned
 
@@ -449,7 +461,7 @@ def _largest_difference(graph: SliceGraph, model: Any) -> float:
         each.register_forward_pre_hook(lambda _, args: given.append(args[0].squeeze(0)))
         for each in (*layers, *([model.base.norm] if model.is_last else []))
     ]
-    output = model.forward(inputs, positions, plan)
+    output = model.forward(inputs, positions, plan)[:, : model.hidden_size]
     for hook in hooks:
         hook.remove()
     # What a part takes, its result, and what that is relative to.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.formats.draft_heads import DraftHead
 from pipespec.engine.formats.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.packing import PACKED_INT8
 from pipespec.engine.formats.quantization import (
@@ -89,6 +90,7 @@ class CheckpointInfo(ModelFacts):
         dtype: the type in which a model of quantised weights computes; None: plain weights.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
+        head: what a draft head is (`inspection/draft_heads.py`); None: it is a model.
     """
 
     path: Path
@@ -101,6 +103,7 @@ class CheckpointInfo(ModelFacts):
     dtype: str | None
     mask_token: int | None
     parallel_tokens: int
+    head: DraftHead | None = None
 
     @property
     def kind(self) -> str:

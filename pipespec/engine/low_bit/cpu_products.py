@@ -12,9 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -27,6 +30,8 @@ from pipespec.system.result_cache import cached_call
 SIZES = (1, 16)
 # Weights that fit into caches are read fast in any order.
 LEAST_BYTES = 64 << 20
+# The same of one matrix, whose blocks of so many columns have a scale each.
+LEAST_ROUNDED, BLOCK = 1 << 20, 32
 # Only what is so many times as fast is worth another way than the first; ggml's rows do not depend
 # on their batch, so it may be as much slower.
 CLEARLY = 1.05
@@ -68,16 +73,15 @@ WAYS: dict[str, Callable[[Tensor], Product]] = {
 
 
 class OtherLinear(nn.Linear):
-    """A linear layer that computes in one of WAYS."""
+    """A linear layer that computes in another way."""
 
     product: Product
 
     @classmethod
-    def become(cls, layer: nn.Linear, way: str) -> None:
-        """Turn a plain linear layer into one of these; packed weights are all that is left of
-        it."""
-        product = WAYS[way](layer.weight)
-        if way == PACKED:
+    def become(cls, layer: nn.Linear, product: Product, *, keeps: bool) -> None:
+        """Turn a plain linear layer into one of these, which keeps its weights, or the product
+        alone."""
+        if not keeps:
             del layer.weight
         layer.__class__ = cls
         setattr(layer, "product", product)  # noqa: B010 - unknown to its first class
@@ -124,8 +128,21 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     }
     fastest = cached_call("products", Fastest, depends, measured, some, ways).way
     for layer in own if fastest == PACKED else layers if fastest != USUAL else ():
-        OtherLinear.become(layer, fastest)
+        OtherLinear.become(layer, WAYS[fastest](layer.weight), keeps=fastest != PACKED)
     return fastest
+
+
+def use_eight_bits(model: nn.Module) -> None:
+    """Let the linear layers of a draft that do not fit into caches multiply by weights rounded to 8
+    bits, if ggml is there: a pass reads all of them, and rounding costs some accuracy alone."""
+    found = library.load()
+    for each in filter(_is_plain, model.modules() if found is not None else ()):
+        if each.weight.nbytes >= LEAST_ROUNDED and not each.in_features % BLOCK:
+            assert found is not None
+            blocks = quantize(each.weight.detach().float().numpy(), GGMLQuantizationType.Q8_0)
+            shape = each.out_features, each.in_features
+            stored = compute.laid_out(found, "Q8_0", blocks, shape)
+            OtherLinear.become(each, partial(multiplied, stored), keeps=False)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

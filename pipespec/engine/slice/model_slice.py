@@ -6,6 +6,7 @@ function, which calls a backend with the layer's KV pool (`pipespec.engine.atten
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class ModelSlice:
 
     Attributes:
         model, base: the module with the output head, and that with the layers.
+        taps: its layers whose outputs are delivered, for a draft head.
         parallel: the devices that compute it together. recurrent: its layers with a running state.
         attention: the name of its backend; `any_attention`: whether it may be any.
         graphs, compiled, of_ggml, products: how it computes (`pipespec.engine.slice.speedups`).
@@ -64,6 +66,7 @@ class ModelSlice:
         batch_invariant: bool = False,
         parallel: WholeSlice,
         kv_dtype: str = KV_PLAIN,
+        taps: Collection[int] = (),
     ):
         """Wrap a loaded model. `batch_invariant`: on a CPU, make the result of a row independent of
         its batch, also in bfloat16. Others: see `load`."""
@@ -94,6 +97,10 @@ class ModelSlice:
         if self.batch_invariant:
             make_batch_invariant(nn.ModuleList((self.base, model)))
             make_experts_batch_invariant(self.base)
+        self.taps = [layer for layer in layers if layer in taps]
+        self._tapped: list[Tensor] = []
+        for layer in self.taps:
+            self.base.layers[layer - layers.start].register_forward_hook(self._tap)
         self.graphs = SliceGraphs()
         self.compiled: Compute | None = None
         self.of_ggml: SliceGraph | None = None
@@ -102,7 +109,7 @@ class ModelSlice:
         self.products = cpu_products.USUAL
         # One row lets every layer allocate its pool: too little memory shows at load.
         position, slot = torch.zeros(1, dtype=torch.long), np.zeros(1, np.int64)
-        row = position if self.is_first else torch.zeros(1, self.hidden_size, dtype=self.dtype)
+        row = position if self.is_first else torch.zeros(1, self.input_size, dtype=self.dtype)
         self.forward(row, position, causal_plan(slot[:0], slot))
         name, backend, self.refused = self._select(attention)
         self.set_backend(name, backend)
@@ -121,6 +128,7 @@ class ModelSlice:
         parallel: WholeSlice | None = None,
         kv_dtype: str = KV_PLAIN,
         context: int | None = None,
+        taps: Collection[int] = (),
     ) -> ModelSlice:
         """Load `layers` of the checkpoint `path` and allocate their KV pools.
 
@@ -133,6 +141,7 @@ class ModelSlice:
             kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
             context: the longest sequence, in tokens, to which rotary frequencies belong that depend
                 on it; None: that of the checkpoint.
+            taps: layers of the model whose outputs are delivered, as far as they are of these.
 
         Raises:
             ModelError: the architecture is not supported or cannot be divided among the devices,
@@ -143,7 +152,7 @@ class ModelSlice:
         model = load(Path(path), layers, dtype, quantization, device, parallel, context)
         kept = quantization in KEPT_FORMATS
         how: dict[str, Any] = {"batch_invariant": kept, "parallel": parallel, "kv_dtype": kv_dtype}
-        made = cls(model, layers, num_slots, attention, **how)
+        made = cls(model, layers, num_slots, attention, taps=taps, **how)
         if made.any_attention and quantization in GGML_FORMATS:
             use_ggml(made)
         return made
@@ -180,6 +189,11 @@ class ModelSlice:
         return self.layers.stop == self.num_layers
 
     @property
+    def input_size(self) -> int:
+        """Columns of the hidden states that it takes, unless it takes token ids."""
+        return self.hidden_size
+
+    @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention of each layer, for self-tests and measurements."""
         return [state.layer for state in self.attentions if state.layer is not None]
@@ -205,7 +219,7 @@ class ModelSlice:
     @torch.inference_mode()
     def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Run one batch through the layers, storing its K and V at `plan.write`; returns hidden
-        states `[rows, hidden]`.
+        states `[rows, hidden]`, and behind them in the same rows the outputs of the layers `taps`.
 
         `inputs`: on any device, token ids, int64 `[rows]`, on the first slice, else hidden states
         of the slice before. `positions`: int64 `[rows]`."""
@@ -226,12 +240,18 @@ class ModelSlice:
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """The part of `forward` that can be compiled or captured; the backend has the plan."""
+        self._tapped.clear()
         output = self.base(
             **{"input_ids" if self.is_first else "inputs_embeds": inputs.unsqueeze(0)},
             position_ids=positions.unsqueeze(0),
             use_cache=False,
         )
-        return output.last_hidden_state.squeeze(0)
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        return torch.cat((hidden, *self._tapped), -1) if self.taps else hidden
+
+    def _tap(self, _: nn.Module, __: object, output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        self._tapped.append(found.squeeze(0))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -259,7 +279,7 @@ class ModelSlice:
         """A random batch behind a text of so many tokens, which was never computed: inputs,
         positions, plan. The same at every start, as what is measured with it decides how all is
         computed."""
-        inputs = self.random_hidden(rows)
+        inputs = self.random_hidden(rows, self.input_size)
         if self.is_first:
             same = torch.Generator().manual_seed(0)
             inputs = torch.randint(self.vocab_size, (rows,), generator=same).to(self.device)
@@ -267,8 +287,9 @@ class ModelSlice:
         plan = causal_plan(slots[:context], slots[context:], imagined=context > 0)
         return inputs, torch.from_numpy(plan.positions).to(self.device), plan
 
-    def random_hidden(self, rows: int) -> Tensor:
-        drawn = torch.randn(rows, self.hidden_size, generator=torch.Generator().manual_seed(0))
+    def random_hidden(self, rows: int, columns: int | None = None) -> Tensor:
+        size = rows, columns or self.hidden_size
+        drawn = torch.randn(size, generator=torch.Generator().manual_seed(0))
         return drawn.to(self.device, self.dtype)
 
     # --- its attention --------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class SliceRunner:
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice and return them with `hidden`
-        `[rows, hidden]`; others, whose parent was ruled out meanwhile, are dropped. The `hidden` of
+        `[rows, columns]`: hidden states, and behind them the features that earlier slices and this
+        one deliver; others, whose parent was ruled out meanwhile, are dropped. The `hidden` of
         sequences for which there was no memory is NaN; the batch names those that are new. Raises
         OutOfSlots."""
         self.memory.failed.update(batch.failed)
@@ -98,12 +99,22 @@ class SliceRunner:
             if inputs is None:
                 # Ids beyond the draft's embedding are padding of the target's, so any id will do.
                 tokens = np.minimum(part.rows[:, TOKEN], self.model.vocab_size - 1)
-                inputs = torch.from_numpy(tokens)
-            return self.model.forward(inputs, torch.from_numpy(plan.positions), plan)
+                inputs, before = torch.from_numpy(tokens), None
+            else:
+                inputs, before = inputs.tensor_split([self.model.input_size], 1)
+            found = self.model.forward(inputs, torch.from_numpy(plan.positions), plan)
+            if before is None or not before.shape[1]:
+                return found
+            hidden, tapped = found.tensor_split([self.model.hidden_size], 1)
+            return torch.cat((hidden, before, tapped), 1)
 
         kept, hidden = self.memory.compute(batch.rows[:, SEQUENCE], forward)
         if not kept.all():
-            shape, model = (len(batch), self.model.hidden_size), self.model
+            model = self.model
+            columns = model.hidden_size * (1 + len(model.taps))
+            if batch.hidden is not None:
+                columns += batch.hidden.shape[1] - model.input_size
+            shape = len(batch), columns
             whole = torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
             if hidden is not None:
                 whole[to_device(np.flatnonzero(kept), whole.device)] = hidden
@@ -250,7 +261,8 @@ class SliceRunner:
             return batch
         rows = np.concatenate((left.rows, batch.rows))
         order = np.argsort(rows[:, SEQUENCE], kind="stable")
-        hidden = [each.hidden for each in (left, batch) if each.hidden is not None]
+        size = self.model.hidden_size
+        hidden = [each.hidden[:, :size] for each in (left, batch) if each.hidden is not None]
         joined = Batch(batch.step, rows, torch.cat(hidden))
         return replace(joined, rows=rows[order], hidden=self._hidden(joined, order))
 
@@ -276,6 +288,17 @@ class SliceRunner:
                     found.append((sequence, logprobs))
         return found
 
+    def committed_rows(self, batch: Batch) -> np.ndarray:
+        """Which rows of a computed batch are decided text, now that its verdicts were applied; bool
+        `[rows]`."""
+        kept = np.zeros(len(batch), bool)
+        for sequence, span in _spans(batch.rows):
+            node = self.lineages[sequence].tip
+            for row in reversed(range(span.start, span.stop)):  # children before their parents
+                if batch.rows[row, NODE] == node:
+                    kept[row], node = True, int(batch.rows[row, PARENT])
+        return kept
+
     def _scores(self, batch: Batch, rows: np.ndarray, score: Callable[[torch.Tensor], Any]) -> Any:
         """What `score` returns for the hidden states of some rows that have not failed."""
 
@@ -285,8 +308,10 @@ class SliceRunner:
         return self.memory.compute(batch.rows[rows, SEQUENCE], score_kept)[1]
 
     def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
+        """The hidden states of some rows, without the features behind them."""
         assert batch.hidden is not None
-        return batch.hidden.index_select(0, to_device(rows, batch.hidden.device))
+        hidden = batch.hidden[:, : self.model.hidden_size]
+        return hidden.index_select(0, to_device(rows, hidden.device))
 
     def discard(self, rows: np.ndarray) -> None:
         """Remove computed nodes, rows `[k, 6]`, given with all nodes below them."""

@@ -62,6 +62,8 @@ class EmulatedTransport:
         self._inner = inner
         self._link = link
         self._scale = scale
+        of_inner = inner.returns
+        self.returns = None if of_inner is None else EmulatedTransport(of_inner, link, scale)
 
     def send(self, batch: Batch) -> None:
         self._inner.send(replace(batch, sent_ns=monotonic_ns()))

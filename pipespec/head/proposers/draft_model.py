@@ -101,10 +101,14 @@ class DraftModelProposer:
         self.texts.start(read.own)
 
     def accept_verdict(self, verdict: Verdict) -> None:
-        context = self._contexts[verdict.sequence]
         own, nodes = self.read[verdict.sequence].accept(verdict)
         # The tree may have dropped nodes that the draft still holds, and added them again.
         self.runner.apply([own], nodes)
+        self._learn(verdict)
+
+    def _learn(self, verdict: Verdict) -> None:
+        """Learn from a verdict how sure candidates are where tokens are drawn."""
+        context = self._contexts[verdict.sequence]
         for position in range(verdict.base, len(context.tokens)):
             for back, confidence in enumerate((self.confidence, *self._mask_confidence), 1):
                 if position >= back:
@@ -125,12 +129,16 @@ class DraftModelProposer:
         for which no KV slot is free gets no candidates, and neither does a node that the draft
         cannot read.
         """
+        readable = [*map(self._readable, requests)]
+        found = self._answers(readable, children)
+        for i, (whole, read) in enumerate(zip(requests, readable, strict=True)):
+            if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
+                found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
+        return found
+
+    def _answers(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         nothing = Proposal.from_lists(NO_NODES, [])
-        asked, requests = requests, [*map(self._readable, requests)]
-        missing = [
-            self.read[each.context.sequence].own.rows(self.runner.length(each.context.sequence))
-            for each in requests
-        ]
+        missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
         self.texts.make_room(wanted)
@@ -172,9 +180,7 @@ class DraftModelProposer:
             start += len(rows)
         if not start:
             return found
-        batch = Batch(0, np.concatenate(parts), kept_states=self.texts.take_unsent())
-        hidden = self.runner.compute(batch).hidden
-        assert hidden is not None and len(hidden) == start, "the draft lost a parent"
+        hidden = self._computed(np.concatenate(parts))
         if masks:
             self.runner.discard(np.concatenate(masks))
         # All sequences with foresight are ranked together, and so are all others, so that the host
@@ -189,10 +195,18 @@ class DraftModelProposer:
         for each in ready:
             if found[each.index] is None:  # there was no memory
                 found[each.index] = nothing
-        for i, (whole, read) in enumerate(zip(asked, requests, strict=True)):
-            if (answer := found[i]) is not None and len(read.nodes) < len(whole.nodes):
-                found[i] = answer.with_leaves(np.setdiff1d(whole.nodes, read.nodes))
         return found
+
+    def _computed(self, rows: np.ndarray) -> Tensor:
+        """The hidden states of the rows of a pass, `[rows, hidden]`."""
+        batch = Batch(0, rows, kept_states=self.texts.take_unsent())
+        hidden = self.runner.compute(batch).hidden
+        assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
+        return hidden
+
+    def _missing(self, sequence: int) -> np.ndarray:
+        """The rows of decided text to compute before nodes, `[k, 6]`."""
+        return self.read[sequence].own.rows(self.runner.length(sequence))
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
         """The request for the nodes that the draft can read."""

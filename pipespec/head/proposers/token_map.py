@@ -112,6 +112,8 @@ def token_map(
     """The tokens of a draft for those of a target, whose tokenizer is `ours`, if it is read
     already; None: both have the same, or no texts but numbers. Raises ModelError where the draft
     has too few of them, or proposes several tokens a pass."""
+    if draft.head is not None:  # its tokens are the target's
+        return None
     if ours is None:
         if not any(open_files(each.path).has_tokenizer for each in (target, draft)):
             return None

@@ -67,6 +67,7 @@ def test_statistics_of_a_request():
         "counts": {"steps": 9, "rows": 40, "rounds": 12, "overruns": 0},
         "first_token": {"steps": 5, "rows": 20, "rounds": 4},
         "control_ns": 9 * ms,
+        "features_ns": 18 * ms,
         "times": "4:1.5,30:2;0;0",
         "overlap": False,
     }
@@ -92,6 +93,7 @@ def test_statistics_of_a_request():
     assert stats["stage_busy"] == [0.5]
     assert stats["pruned_rows"] == 4
     assert stats["control_ms_per_step"] == 1.5
+    assert stats["features_ms_per_step"] == 2
     assert stats["overruns"] == 1
     assert stats["attention"] == ["triton"]
     times = {"points": ((1, 5.25), (16, 8.0)), "slot_ms": 0.001, "slots": 350.0}
@@ -107,7 +109,7 @@ def test_statistics_of_a_request():
 def test_a_request_of_one_token_has_no_rates():
     head = {
         "rank": 0, "token_ns": [5], "replayed": 0, "hits": 0, "cached_tokens": 0,
-        "control_ns": 0, "times": "", "overlap": True,
+        "control_ns": 0, "features_ns": 0, "times": "", "overlap": True,
         "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip

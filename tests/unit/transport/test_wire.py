@@ -21,7 +21,7 @@ int64s = st.integers(-(2**63), 2**63 - 1)
 
 
 def wire(**changes) -> Wire:
-    fields = {"epoch": 1, "max_rows": 8, "hidden_size": HIDDEN, "dtype": torch.float32}
+    fields = {"epoch": 1, "max_rows": 8, "max_columns": HIDDEN, "dtype": torch.float32}
     return Wire(
         **{
             **fields,
@@ -105,7 +105,7 @@ def test_the_largest_batch_fills_the_capacity():
 
 
 def test_a_message_is_only_as_long_as_its_rows():
-    link = wire(hidden_size=8192, max_rows=64)
+    link = wire(max_columns=8192, max_rows=64)
     one_row = Batch(0, np.zeros((1, NUM_COLUMNS), np.int64), torch.zeros(1, 8192))
     assert len(link.pack(one_row)) < 8192 * 4 + 256
     assert len(link.pack(Batch(0))) < 256
@@ -142,7 +142,7 @@ def test_separate_hidden_states_leave_only_a_flag_in_the_message():
     for rows, dtype in [(3, torch.float32), (0, torch.float32), (3, None)]:
         sent = batch_of(rows, dtype)
         message = link.pack(sent)
-        assert link.has_hidden(message) == (dtype is not None)
+        assert link.columns_of(message) == (0 if dtype is None else HIDDEN)
         got = link.unpack(message)
         assert got.hidden is None
         assert np.array_equal(got.rows, sent.rows)

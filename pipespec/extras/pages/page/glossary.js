@@ -44,6 +44,7 @@ const GLOSSARY = {
     ["step time", "How long a step lasted.", ["step_ms"], []],
     ["rows per step", "Rows scheduled per step.", ["rows_per_step"], []],
     ["control time", "What the controller costs a rank in a step.", ["control_ms_per_step"], []],
+    ["features", "How long the head waits in a step for the target's hidden states, which a draft head reads.", ["features_ms_per_step"], []],
     ["stage times", "Of each stage: milliseconds by the rows of a batch (`points`), what each KV slot that it reads adds, and how many a batch reads; averages of the latest batches.", ["stage_times"], []],
     ["round times", "Milliseconds of a draft round by the nodes that it expanded.", ["round_times"], []],
     ["overlap", "Whether the draft worked while the stages computed (`proposer.overlap`).", ["overlap"], []],

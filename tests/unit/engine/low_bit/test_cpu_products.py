@@ -36,7 +36,7 @@ def test_every_way_gives_the_products_of_the_layer(way, dtype):
     rows = torch.randn(2, 5, 96).to(dtype)
     expected = layer(rows)
     try:
-        OtherLinear.become(layer, way)
+        OtherLinear.become(layer, WAYS[way](layer.weight), keeps=way != PACKED)
     except RuntimeError:
         assert way == PACKED and dtype != torch.float32  # oneDNN has it on some processors alone
         return
@@ -44,6 +44,20 @@ def test_every_way_gives_the_products_of_the_layer(way, dtype):
     assert (layer(rows) - expected).abs().max() <= most
     assert layer(rows[:0]).shape == (0, 5, 40)
     assert hasattr(layer, "weight") == (way != PACKED)
+
+
+@torch.inference_mode()
+def test_large_matrices_of_a_draft_are_rounded_to_8_bits(monkeypatch):
+    monkeypatch.setattr(cpu_products, "LEAST_ROUNDED", 96 * 40 * 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 8))
+    rows = torch.randn(2, 5, 96)
+    expected = model(rows)
+    cpu_products.use_eight_bits(model)
+    large, small = model
+    assert not hasattr(large, "weight") and hasattr(small, "weight")
+    found = model(rows)
+    assert 0 < (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def seconds(monkeypatch: pytest.MonkeyPatch, **took: float) -> None:

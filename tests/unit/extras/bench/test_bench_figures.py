@@ -156,6 +156,7 @@ def reports() -> list[dict[str, Any]]:
         "replayed": 0,
         "cached_tokens": 0,
         "control_ns": 0,
+        "features_ns": 0,
         "times": "4:8;0;0",
         "overlap": True,
     }

@@ -66,7 +66,7 @@ class StoryClient:
         counts = {"steps": 1, "rows": 2, "rounds": 0, "overruns": 0}
         at = round((self.came[request] + self._seconds[request]) * SECOND)
         head = {"rank": 0, "token_ns": [at], "counts": counts, "first_token": {}}
-        head |= {"replayed": 0, "hits": 0, "cached_tokens": 0, "overlap": True}
+        head |= {"replayed": 0, "hits": 0, "cached_tokens": 0, "overlap": True, "features_ns": 0}
         period = dict.fromkeys(PERIOD, 1)
         stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 2, "dropped": 0, "overruns": 0}
         none = {"control_ns": 0, "events": [], "times": ""}

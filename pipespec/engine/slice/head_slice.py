@@ -1,0 +1,254 @@
+"""A draft head as a slice of one layer, by the class of the model whose layer it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipespec.engine.attention import hook, select
+from pipespec.engine.checkpoint.building import alone, build, require_all, without_numbers
+from pipespec.engine.checkpoint.checkpoint import open_files
+from pipespec.engine.checkpoint.partial_checkpoint import require_parts
+from pipespec.engine.formats.draft_heads import (
+    EAGLE3,
+    EAGLE_LAYERS,
+    OUTPUT,
+    OWN_EMBEDDING,
+    TO_TARGET,
+    DraftHead,
+    HeadFolder,
+    eagle3_names,
+    mtp_names,
+)
+from pipespec.engine.formats.rotary import fix_frequencies, reach
+from pipespec.engine.formats.safetensors_folder import FOREIGN
+from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER
+from pipespec.engine.low_bit import cpu_products
+from pipespec.engine.precision import KV_PLAIN
+from pipespec.engine.slice.loading import sliced_class
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.whole_slice import WholeSlice
+from pipespec.errors import ModelError
+from pipespec.system.silence_warnings import silence_warnings
+from pipespec.system.validation import reason
+
+with silence_warnings():
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class HeadSlice(ModelSlice):
+    """The decoder layer of a draft head, with the embedding and the output head that it uses.
+
+    It takes rows of `joined`, and returns states `[rows, hidden]`, of which `logits` has those of
+    the target's tokens, -inf of those that the head lacks, and `state_below` what a token below
+    reads.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: DraftHead,
+        embedding: Tensor,
+        place: Tensor | None,
+        num_slots: int,
+        attention: str,
+        **how: Any,
+    ):
+        """`embedding`: of the target's tokens, `[vocab, hidden]`; `place`: of each of them among
+        the head's own, -1: it has none, `[vocab]`; None: both have the same."""
+        self.embedding = embedding
+        self._place = None if place is None else place.clamp(min=0)
+        self._lacking = None if place is None else place < 0
+        self.eagle = head.kind == EAGLE3
+        base = model.base_model
+        self.norm, base.norm = base.norm, nn.Identity()
+        layers = range(head.layer, head.layer + 1)
+        super().__init__(model, layers, num_slots, attention, parallel=WholeSlice(), **how)
+        self.vocab_size = len(embedding)
+
+    @property
+    def input_size(self) -> int:
+        return self.embedding.shape[1] + self.hidden_size
+
+    @torch.inference_mode()
+    def fused(self, features: Tensor) -> Tensor:
+        """What the layer reads of features `[rows, columns]` of the target, `[rows, hidden]`."""
+        features = features.to(self.device, self.dtype)
+        return self.base.layers[0].fc(features) if self.eagle else features
+
+    @torch.inference_mode()
+    def state_below(self, states: Tensor) -> Tensor:
+        """What the layer reads, in place of features, of rows with these states."""
+        return states if self.eagle else self.norm(states)
+
+    @torch.inference_mode()
+    def joined(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """Rows with these tokens `[rows]`, where `before` `[rows, hidden]` is known of the
+        positions before them."""
+        return torch.cat((self.embedding.index_select(0, tokens), before), 1)
+
+    def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        token, before = inputs.tensor_split([self.embedding.shape[1]], 1)
+        layer: Any = self.base.layers[0]
+        if self.eagle:
+            layer.input_layernorm.token = token.unsqueeze(0)
+        else:
+            before = layer.eh_proj(torch.cat((layer.enorm(token), layer.hnorm(before)), 1))
+        return super().compute(before, positions)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits = super().head(self.norm(hidden))
+        if self._place is None or self._lacking is None:
+            return logits
+        return logits.index_select(1, self._place).masked_fill_(self._lacking, -torch.inf)
+
+
+class _JoinedNorm(nn.Module):
+    """Both inputs of an EAGLE-3 layer's attention, each normed, in place of the norm before it."""
+
+    def __init__(self, of_token: nn.Module, of_state: nn.Module):
+        super().__init__()
+        self.of_token, self.of_state = of_token, of_state
+        self.token: Tensor | None = None  # embeddings `[1, rows, hidden]`
+
+    def forward(self, state: Tensor) -> Tensor:
+        assert self.token is not None
+        return torch.cat((self.of_token(self.token), self.of_state(state)), -1)
+
+
+def load_head(
+    path: Path,
+    head: DraftHead,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    num_slots: int,
+    attention: str = select.AUTO,
+    kv_dtype: str = KV_PLAIN,
+    context: int | None = None,
+) -> HeadSlice:
+    """Load a draft head for the checkpoint `target`; see `ModelSlice.load`. Raises ModelError."""
+    require_parts(path, head.parts)
+    require_parts(target, head.target_parts)
+    files, of_target, device = HeadFolder(path), open_files(target), torch.device(device)
+    own = files if head.kind == EAGLE3 else of_target
+    names = files.headers()
+    known = {name: files.tensor(stored, dtype) for stored, name in parameters(head, files).items()}
+    if OUTPUT not in known:
+        known[OUTPUT] = _output(of_target, dtype)
+    if OWN_EMBEDDING in names and head.kind == EAGLE3:
+        rows = files.tensor(OWN_EMBEDDING, dtype)
+    else:
+        rows = of_target.tensor(_embedding_of(of_target), dtype)
+    embedding = rows[...].to(device, dtype)
+    place = None
+    if TO_TARGET in files.present:
+        to_target = files.read(TO_TARGET)
+        place = torch.full((len(embedding),), -1)
+        place[to_target + torch.arange(len(to_target))] = torch.arange(len(to_target))
+        place = place.to(device)
+    with alone():
+        model, loaded = make(head, own.config(), known, device, dtype)
+    require_all(path, loaded)
+    if device.type == "cpu":
+        cpu_products.use_eight_bits(model)
+    most, _ = reach(model.config)
+    fix_frequencies(model, min(context or most, most))
+    return HeadSlice(model, head, embedding, place, num_slots, attention, kv_dtype=kv_dtype)
+
+
+def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]) -> None:
+    """Make a draft head from the headers of its files, as `building.check_fit`; `output` is the
+    shape of the output head, unless they hold one. Raises ModelError."""
+    files, device = HeadFolder(path), torch.device("meta")
+    headers = files.headers()
+    shapes = {name: headers[of].shape for of, name in parameters(head, files).items()}
+    shapes = {OUTPUT: output, **shapes}
+    known = {name: without_numbers(shape) for name, shape in shapes.items()}
+    own = files if head.kind == EAGLE3 else open_files(target)
+    config = own.config()
+    with alone():
+        try:
+            _, loaded = make(head, config, known, device, torch.float32)
+        except Exception as error:  # model code may raise anything for invalid values
+            why = f"no draft head can be made of {path} and its config.json ({reason(error)})"
+            raise ModelError(f"{why}; {FOREIGN}") from error
+    require_all(path, loaded)
+
+
+def parameters(head: DraftHead, files: HeadFolder) -> dict[str, str]:
+    """The parameter for each tensor in the files."""
+    find = eagle3_names if head.kind == EAGLE3 else mtp_names
+    return find(files.headers(), head.layer)
+
+
+def make(
+    head: DraftHead,
+    config: PretrainedConfig,
+    known: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """A model with one layer of the class of a config, from parameters by their names, and what
+    Transformers reports of them."""
+    hook.register()
+    layers = range(head.layer, head.layer + 1)
+    config.tie_word_embeddings = False
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # what is read is plain
+    add = partial(_add_mtp, layer=head.layer)
+    if head.kind == EAGLE3:
+        config.num_hidden_layers = EAGLE_LAYERS
+        config.vocab_size = known[OUTPUT].get_shape()[0]
+        features = known[f"model.layers.{head.layer}.fc.weight"].get_shape()[1]
+        biased = f"model.layers.{head.layer}.fc.bias" in known
+        add = partial(_add_eagle3, layer=head.layer, features=features, biased=biased)
+    else:
+        config.num_hidden_layers = layers.stop
+        for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
+            if (kinds := getattr(config, name, None)) is not None:
+                setattr(config, name, [*kinds[: head.layer], kind or kinds[head.layer - 1]])
+    return build(
+        sliced_class(config, layers, add),
+        config,
+        (None, known),
+        device,
+        dtype=dtype,
+        attn_implementation=hook.NAME,
+    )
+
+
+def _add_eagle3(model: PreTrainedModel, *, layer: int, features: int, biased: bool) -> None:
+    own = model.base_model.layers[layer]
+    size, norm, attention = model.config.hidden_size, own.input_layernorm, own.self_attn
+    own.input_layernorm = _JoinedNorm(norm, type(norm)(size, eps=norm.variance_epsilon))
+    own.fc = nn.Linear(features, size, bias=biased)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        given = getattr(attention, name)
+        wide = nn.Linear(2 * size, given.out_features, bias=given.bias is not None)
+        setattr(attention, name, wide)
+
+
+def _add_mtp(model: PreTrainedModel, *, layer: int) -> None:
+    own, size = model.base_model.layers[layer], model.config.hidden_size
+    norm = type(own.input_layernorm)
+    for name in ("enorm", "hnorm"):
+        setattr(own, name, norm(size, eps=model.config.rms_norm_eps))
+    own.eh_proj = nn.Linear(2 * size, size, bias=False)
+
+
+def _embedding_of(files: Any) -> str:
+    found = (name for name in files.headers() if LAYER.search(name) is None)
+    return next(name for name in found if EMBEDDING_NAME.search(name))
+
+
+def _output(files: Any, dtype: torch.dtype) -> Any:
+    """The target's output head, which may be its embedding."""
+    name = OUTPUT if OUTPUT in files.headers() else _embedding_of(files)
+    return files.tensor(name, dtype)
