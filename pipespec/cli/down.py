@@ -27,7 +27,9 @@ def add(commands: Commands) -> None:
         "too, if `pipespec serve` started it. Requests that are still open fail. Of a "
         "cluster that was killed, remove the files and the unfinished requests.",
     )
-    command.add_argument("name", nargs="?", metavar="NAME", help="which (the only one)")
+    command.add_argument(
+        "name", nargs="?", metavar="NAME", help="the cluster (by default the only one)"
+    )
     finish(command, run)
 
 

@@ -175,7 +175,7 @@ def look_after_host(
             break
         if session.lost_s > patience_s + LONGER_S:
             failure = (
-                f"it was away for {session.lost_s:.0f} s, so the others go on without it; "
+                f"it was away for {session.lost_s:.0f} s, so it is given up; "
                 "it may join again with a new token"
             )
             break

@@ -103,7 +103,9 @@ def add(commands: Commands) -> None:
         "`pipespec up --invite` started. It holds a secret that lets in one host, once, for a "
         "limited time.",
     )
-    command.add_argument("name", nargs="?", metavar="NAME", help="which (the only one)")
+    command.add_argument(
+        "name", nargs="?", metavar="NAME", help="the cluster (by default the only one)"
+    )
     command.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"how long it is valid ({MINUTES:g})"
     )

@@ -26,7 +26,9 @@ def add(commands: Commands) -> None:
         description="Print the log of a cluster that runs in the background: starts, faults, and "
         "what the workers of all its hosts print. The log stays when the cluster has ended.",
     )
-    command.add_argument("name", nargs="?", metavar="NAME", help="which (the only or newest one)")
+    command.add_argument(
+        "name", nargs="?", metavar="NAME", help="the cluster (by default the only or newest one)"
+    )
     command.add_argument(
         "--follow", action="store_true", help="print what comes, until the cluster has ended"
     )

@@ -141,7 +141,9 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
-        return " ".join(shown(item) for item in value)
+        pairs = any(isinstance(item, list | tuple) for item in value)
+        between = "; " if any(isinstance(item, dict) for item in value) else ", " * pairs or " "
+        return between.join(shown(item) for item in value)
     if isinstance(value, float):
         return f"{value:.2f}"
     return "-" if value is None else str(value)

@@ -38,8 +38,8 @@ class FaultStats:
     """Counts of faults, recoveries and resumptions, on top of those that are `known`. Callers pass
     the time, in seconds. A fault is counted once all ranks have joined again, or when the next
     fault happens: a broken link is often reported before the end of the worker that held it
-    (`reclassify`). That a lost worker stays away is no other fault than its loss, whose reason
-    comes first.
+    (`reclassify`). That a lost worker stays away is no other fault than its loss (`of_loss`: the
+    newest is of this kind), whose reason comes first.
 
     A *recovery* lasts from the first fault until all ranks have joined, and if requests were
     running then, a *resumption* until any of them has a new token."""
@@ -51,13 +51,15 @@ class FaultStats:
         self.faults: list[Fault] = []
         self.silent_lengths: dict[int, int] = {}  # of the sequences that were running then
         self._counted = True  # whether the newest fault is
+        self.of_loss = False
         self._down_since: float | None = None
         self._silent_since = 0.0
 
     def record_fault(self, fault: Fault) -> None:
+        self.of_loss = fault.kind is FaultKind.STAYED_AWAY and not self._counted
         if fault.kind is not FaultKind.STAYED_AWAY:
             self._count()
-        elif not self._counted:
+        elif self.of_loss:
             fault = replace(fault, reason=f"{self.faults[-1].reason}; {fault.reason}")
         self.faults.append(fault)
         self._counted = False

@@ -207,6 +207,9 @@ class Recovery:
         for death in deaths:
             self._progress.new_faults += 1
             self._latest_reason = f"{death.worker} ended ({death.how})"
+            if death.pid is None:
+                wait = "%s is waited for; after %.0f s of silence others take its place"
+                log.info(wait, death.worker, self._patience_s)
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
             if death.of(self._pids):
@@ -323,9 +326,11 @@ class Recovery:
         self.state = replace(self.state, faults=tuple(self._stats.faults))
 
     def _note_fault(self, shared: Membership) -> str:
-        """Keep why the last epoch ended for those who look later; the reason."""
+        """Keep why the last epoch ended for those who look later, unless it did as a lost worker
+        stayed away, whose loss was kept; the reason."""
         newest = self._stats.faults[-1]
-        shared.note_fault(newest.epoch, newest.reason)
+        if not self._stats.of_loss:
+            shared.note_fault(newest.epoch, newest.reason)
         return newest.reason
 
     def _begin_next_epoch(self, shared: Membership) -> None:

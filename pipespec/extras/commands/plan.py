@@ -395,7 +395,7 @@ def _advice(
 ) -> list[str]:
     plain_ms = layout.machine.plain_tbt_ms
     plain = f"plain pipeline parallelism (policy=root), which takes {plain_ms:.1f} ms"
-    said = [f"TBT is the time between tokens in ms, gain the speed-up over {plain}."]
+    said = [f"TBT is the time between tokens in ms; gain is the speed-up over {plain}."]
     speculating = [p for p in predictions if p.policy != "root"]
     losing = sum(p.speedup < 1 for p in speculating)
     if advised is None:
