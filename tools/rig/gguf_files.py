@@ -49,12 +49,10 @@ KINDS = {
 PERMUTED = ("llama", "mistral3")
 _EXPERT = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$")
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
-# The stacks of gpt-oss.
+# The stacks of gpt-oss, whose biases have the same names with `_bias`.
 _STACKS = {
     "gate_up_proj": ("gate", "up"),
-    "gate_up_proj_bias": ("gate", "up"),
     "down_proj": ("down",),
-    "down_proj_bias": ("down",),
 }
 
 
@@ -230,12 +228,12 @@ def _made_of(name: str, weight: np.ndarray, config: dict[str, Any]) -> dict[str,
             f"blk.{layer}.attn_k_b.weight": both[:, :of_keys].swapaxes(1, 2).copy(),
             f"blk.{layer}.attn_v_b.weight": both[:, of_keys:].copy(),
         }
-    if not stem.endswith(".experts") or last not in _STACKS:
+    parts = _STACKS.get(last.removesuffix("_bias"))
+    if not stem.endswith(".experts") or parts is None:
         return None
     ending = "bias" if last.endswith("_bias") else "weight"
     if ending == "weight":
         weight = weight.swapaxes(1, 2)
-    parts = _STACKS[last]
     return {
         f"blk.{layer}.ffn_{part}_exps.{ending}": weight[:, i :: len(parts)].copy()
         for i, part in enumerate(parts)

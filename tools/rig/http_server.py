@@ -16,6 +16,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Self
+from unittest import mock
 
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import read_status
@@ -50,8 +51,8 @@ class HttpServer:
     ):
         """`bed`: a test bed, in whose first host the server runs; None: this machine.
         `environment`: variables that its processes have besides this one's."""
-        self._before = os.environ.get(STATE_VARIABLE)
-        os.environ[STATE_VARIABLE] = str(folder)
+        self._registry = mock.patch.dict(os.environ, {STATE_VARIABLE: str(folder)})
+        self._registry.start()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "pipespec", "serve"]
         command += ["--json", "--port", "0", "--name", NAME, *settings]
@@ -77,10 +78,7 @@ class HttpServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.process.wait(END_S)
-        if self._before is None:
-            del os.environ[STATE_VARIABLE]
-        else:
-            os.environ[STATE_VARIABLE] = self._before
+        self._registry.stop()
 
 
 class ServerAddress:
