@@ -14,6 +14,7 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGUFWriter,
     RopeScalingType,
+    SpecialVocab,
     get_tensor_name_map,
 )
 from gguf import GGMLQuantizationType as Type
@@ -250,10 +251,4 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    writer.add_token_merges(merges)
-    config = json.loads((folder / "generation_config.json").read_text())
-    writer.add_eos_token_id(config["eos_token_id"])
-    template = folder / "chat_template.jinja"
-    if template.exists():
-        writer.add_chat_template(template.read_text())
+    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)

@@ -12,16 +12,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Self
 from unittest import mock
 
+from redis import Redis
+
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.membership import Membership
-from pipespec.controller.redis_connection import RedisConnection
 from tools.rig.testbed import Testbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,5 @@ def rank_pids(running: RunningCluster) -> dict[int, int]:
 
 def redis_pid(running: RunningCluster) -> int:
     """The process id of a cluster's Redis."""
-    with closing(RedisConnection(running.url)) as pipe:
-        found: bytes = pipe.call("INFO", "server")
-    (line,) = [line for line in found.decode().splitlines() if line.startswith("process_id:")]
-    return int(line.partition(":")[2])
+    with Redis.from_url(running.url) as server:
+        return int(server.info("server")["process_id"])

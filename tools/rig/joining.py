@@ -131,7 +131,7 @@ class JoinableCluster:
         try:
             self.up.await_line("pipespec join p")
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
@@ -143,10 +143,6 @@ class JoinableCluster:
             return registry.find("default")
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End it."""
         self.up.interrupt()
         self.up.wait()
 
