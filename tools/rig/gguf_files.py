@@ -121,7 +121,8 @@ def write(
     writer.add_vocab_size(config["vocab_size"])
     if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(window)
-    if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
+    of_experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    if experts := next(filter(None, map(config.get, of_experts)), None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if size := config.get("moe_intermediate_size"):
@@ -186,11 +187,6 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return min(file.parent.glob(f"{file.stem}-00001-of-*.gguf")) if per_file else file
-
-
-def _first(config: dict[str, Any], *names: str) -> Any:
-    """The first of these that the config has."""
-    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
