@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -27,7 +28,7 @@ from pipespec.head.proposers.suffix import SuffixConfig, SuffixProposer
 from pipespec.head.tree import ROOT, Tree
 from pipespec.server.answer_record import FILES
 from pipespec.system.validation import Unreadable, from_fields, parse_json
-from tools.training import Mix, key_of, progress_steps, written
+from tools.training import Mix, console, key_of, written
 
 # What `--halve` makes half as large, beside the heads.
 WIDTHS = ("hidden_size", "intermediate_size")
@@ -143,7 +144,7 @@ def own_text(
     which are kept in `folder` for this corpus and the target of that name."""
     found = []
     key = key_of(rows, BEGINNING, length, seed, name, mix.digest())
-    for piece in progress_steps("target text", 0, -(-rows // ROWS_AT_ONCE)):
+    for piece in track(range(-(-rows // ROWS_AT_ONCE)), "target text", console=console):
         path = folder / f"target_text_{key}_{piece}.npy"
         if not path.exists():
             rng = np.random.default_rng([seed, 0, piece])

@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.extras.bench import dataset
 from tools.draft_head import DraftHead, feature_layers
-from tools.training import console, key_of, progress_steps, train, written
+from tools.training import console, key_of, train, written
 
 PROMPT_TOKENS = 256  # of a prompt at most
 SHORTEST = 16  # tokens of an answer
@@ -99,7 +100,7 @@ def texts(model: PreTrainedModel, path: Path | None, options: argparse.Namespace
             text = encoder.apply_chat_template(message, **how)
         asked.append(encoder.encode(text)[-PROMPT_TOKENS:])
     found: list[Text] = []
-    for piece in progress_steps("answers", 0, -(-len(asked) // AT_ONCE)):
+    for piece in track(range(-(-len(asked) // AT_ONCE)), "answers", console=console):
         own = asked[piece * AT_ONCE : (piece + 1) * AT_ONCE]
         key = key_of(options.target.name, own, options.tokens)
         file = options.folder / f"answers_{key}.pt"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor, nn
 
 WARMUP_STEPS = 50
@@ -167,7 +167,7 @@ def train(
     model.train()
     recent: list[float] = []
     clock = time.monotonic()
-    for step in progress_steps(name, first, steps):
+    for step in track(range(first, steps), name, console=console):
         scale = learning_rate_scale(step, steps)
         for group, lr in zip(groups, base_lrs, strict=True):
             group["lr"] = lr * scale
@@ -198,11 +198,3 @@ def train(
             model.eval()
             on_checkpoint(step + 1)
             model.train()
-
-
-def progress_steps(name: str, first: int, steps: int) -> Iterator[int]:
-    with Progress(console=console) as progress:
-        task = progress.add_task(name, total=steps, completed=first)
-        for step in range(first, steps):
-            yield step
-            progress.advance(task)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -58,21 +59,22 @@ AXES = Case(
 @dataclass(frozen=True)
 class Variant:
     """A kernel with all that Triton compiles it by; `arguments` is `[signature, constants,
-    alignments]` as JSON."""
+    alignments]` as JSON. `label` says for which layer, which makes no other kernel."""
 
     kernel: str
     capability: Capability
     arguments: str
     warps: int
     stages: int
-    label: str
+    label: str = field(compare=False)
 
 
 def covering_cases() -> list[Case]:
     """A selection of the matrix. Every GPU, type and power of two of a head size has a program of
     many heads with a soft cap and a window or a chunk, which is nearest to the limits; and every
     two values of two axes occur together."""
-    pairs = {case: _pairs(case) for case in map(Case._make, product(*AXES))}
+    cases = map(Case._make, product(*AXES))
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
     powers = {(power, power) for power in (64, 128, 256)}
     many = [c for c in pairs if c.group == 16 and c.kv_heads == 8 and c.dims in powers]
     largest = [c for c in many if c.softcap and c.reach]
@@ -90,39 +92,30 @@ def covering_cases() -> list[Case]:
     return chosen
 
 
-def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    return set(combinations(enumerate(case), 2))
-
-
 def variants(cases: Iterable[Case]) -> list[Variant]:
     """What our backend makes Triton compile for these layers."""
-    found: dict[tuple[Any, ...], Variant] = {}
-    for case in cases:
-        for each in compiled_for(case, [1]):
-            known = (each.kernel, each.capability, each.arguments, each.warps, each.stages)
-            found.setdefault(known, each)
-    return list(found.values())
+    return list(dict.fromkeys(each for case in cases for each in compiled_for(case, [1])))
 
 
 def compiled_for(case: Case, batches: Sequence[int]) -> list[Variant]:
     """What Triton compiles for batches of so many rows, one after another; each launch once."""
-    noted: dict[str, Variant] = {}
+    noted: list[Variant] = []
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002
         attributes = {path: list(each) for path, each in compile["configs"][0].items()}
-        parts = (compile["signature"], *map(_listed, (compile["constants"], attributes)))
-        arguments = json.dumps(parts)
+        # JSON has no tuples for keys.
+        listed = (sorted(by_path.items()) for by_path in (compile["constants"], attributes))
+        arguments = json.dumps((compile["signature"], *listed))
         label = f"{fn.name.rpartition('.')[2]} {_label(case)}"
         arch = (compile["num_warps"], compile["num_stages"])
         name = fn.jit_function.__name__
-        variant = Variant(name, case.capability, arguments, *arch, label)
-        noted.setdefault(f"{name} {arguments} {arch}", variant)
+        noted.append(Variant(name, case.capability, arguments, *arch, label))
         return True  # do not compile
 
     with knobs.runtime.scope(), pretended_gpu(case.capability):
         knobs.runtime.jit_cache_hook = note
         _attend(case, batches)
-    return list(noted.values())
+    return list(dict.fromkeys(noted))
 
 
 def source_of(variant: Variant) -> tuple[JITFunction, dict[str, str], dict[Any, Any], Any]:
@@ -136,22 +129,18 @@ def source_of(variant: Variant) -> tuple[JITFunction, dict[str, str], dict[Any, 
 def pretended_gpu(capability: Capability) -> Iterator[None]:
     """Within, our own code launches kernels, and Triton prepares them for such a GPU in place of
     running them."""
-    before = {name: getattr(kernels, name) for name in KERNELS}
+    stand_ins = {name: _Kernel(getattr(kernels, name)) for name in KERNELS}
     arch = 10 * capability[0] + capability[1]
     asked = {
         "get_current_target": lambda: GPUTarget("cuda", arch, 32),
         "get_current_device": lambda: arch,  # Triton keeps what it compiled by device
         "get_current_stream": lambda _device: 0,
     }
-    triton.runtime.driver.set_active(SimpleNamespace(**asked))
-    for name, function in before.items():
-        setattr(kernels, name, _Kernel(function))
-    try:
+    with (
+        mock.patch.multiple(kernels, **stand_ins),
+        mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(**asked)),
+    ):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(kernels, name, function)
-        triton.runtime.driver._active = None
 
 
 @dataclass(frozen=True)
@@ -162,11 +151,6 @@ class _Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         return partial(self.function.run, grid=grid, warmup=True)
-
-
-def _listed(by_path: dict[tuple[int, ...], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """JSON has no tuples for keys."""
-    return sorted(by_path.items())
 
 
 def _label(case: Case) -> str:

@@ -14,6 +14,7 @@ from gguf import (
     MODEL_ARCH_NAMES,
     GGUFWriter,
     RopeScalingType,
+    SpecialVocab,
     get_tensor_name_map,
 )
 from gguf import GGMLQuantizationType as Type
@@ -49,12 +50,10 @@ KINDS = {
 PERMUTED = ("llama", "mistral3")
 _EXPERT = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$")
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
-# The stacks of gpt-oss.
+# The stacks of gpt-oss, whose biases have the same names with `_bias`.
 _STACKS = {
     "gate_up_proj": ("gate", "up"),
-    "gate_up_proj_bias": ("gate", "up"),
     "down_proj": ("down",),
-    "down_proj_bias": ("down",),
 }
 
 
@@ -122,7 +121,8 @@ def write(
     writer.add_vocab_size(config["vocab_size"])
     if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(window)
-    if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
+    of_experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    if experts := next(filter(None, map(config.get, of_experts)), None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if size := config.get("moe_intermediate_size"):
@@ -189,11 +189,6 @@ def write(
     return min(file.parent.glob(f"{file.stem}-00001-of-*.gguf")) if per_file else file
 
 
-def _first(config: dict[str, Any], *names: str) -> Any:
-    """The first of these that the config has."""
-    return next((config[name] for name in names if config.get(name)), None)
-
-
 def _add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
     """DeepSeek's K and V, which llama.cpp holds compressed, as those of one head."""
     latent, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
@@ -230,12 +225,12 @@ def _made_of(name: str, weight: np.ndarray, config: dict[str, Any]) -> dict[str,
             f"blk.{layer}.attn_k_b.weight": both[:, :of_keys].swapaxes(1, 2).copy(),
             f"blk.{layer}.attn_v_b.weight": both[:, of_keys:].copy(),
         }
-    if not stem.endswith(".experts") or last not in _STACKS:
+    parts = _STACKS.get(last.removesuffix("_bias"))
+    if not stem.endswith(".experts") or parts is None:
         return None
     ending = "bias" if last.endswith("_bias") else "weight"
     if ending == "weight":
         weight = weight.swapaxes(1, 2)
-    parts = _STACKS[last]
     return {
         f"blk.{layer}.ffn_{part}_exps.{ending}": weight[:, i :: len(parts)].copy()
         for i, part in enumerate(parts)
@@ -252,10 +247,4 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
-    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    writer.add_token_merges(merges)
-    config = json.loads((folder / "generation_config.json").read_text())
-    writer.add_eos_token_id(config["eos_token_id"])
-    template = folder / "chat_template.jinja"
-    if template.exists():
-        writer.add_chat_template(template.read_text())
+    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)

@@ -12,15 +12,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Self
+from unittest import mock
+
+from redis import Redis
 
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.membership import Membership
-from pipespec.controller.redis_connection import RedisConnection
 from tools.rig.testbed import Testbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +51,8 @@ class HttpServer:
     ):
         """`bed`: a test bed, in whose first host the server runs; None: this machine.
         `environment`: variables that its processes have besides this one's."""
-        self._before = os.environ.get(STATE_VARIABLE)
-        os.environ[STATE_VARIABLE] = str(folder)
+        self._registry = mock.patch.dict(os.environ, {STATE_VARIABLE: str(folder)})
+        self._registry.start()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "pipespec", "serve"]
         command += ["--json", "--port", "0", "--name", NAME, *settings]
@@ -77,10 +78,7 @@ class HttpServer:
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
         self.process.wait(END_S)
-        if self._before is None:
-            del os.environ[STATE_VARIABLE]
-        else:
-            os.environ[STATE_VARIABLE] = self._before
+        self._registry.stop()
 
 
 class ServerAddress:
@@ -118,7 +116,5 @@ def rank_pids(running: RunningCluster) -> dict[int, int]:
 
 def redis_pid(running: RunningCluster) -> int:
     """The process id of a cluster's Redis."""
-    with closing(RedisConnection(running.url)) as pipe:
-        found: bytes = pipe.call("INFO", "server")
-    (line,) = [line for line in found.decode().splitlines() if line.startswith("process_id:")]
-    return int(line.partition(":")[2])
+    with Redis.from_url(running.url) as server:
+        return int(server.info("server")["process_id"])

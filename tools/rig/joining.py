@@ -132,7 +132,7 @@ class JoinableCluster:
         try:
             self.up.await_line("pipespec join p")
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
@@ -144,10 +144,6 @@ class JoinableCluster:
             return registry.find("default")
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End it."""
         self.up.interrupt()
         self.up.wait()
 

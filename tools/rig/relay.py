@@ -66,13 +66,8 @@ def inside(namespace: str, function: Callable[[], Result]) -> Result:
 
     Sockets and devices that it opens belong to the namespace for good; this process does not.
     """
-
-    def enter_and_call() -> Result:
-        with entered(namespace):
-            return function()
-
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(enter_and_call).result()
+        return thread.submit(entered(namespace)(function)).result()
 
 
 @contextmanager
@@ -112,10 +107,8 @@ def remove(namespaces: Sequence[str]) -> None:
     for namespace in namespaces:
         while running := processes(namespace):
             for pid in running:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
         subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
 

@@ -90,6 +90,7 @@ class Testbed:
         self.gbit = gbit
         self.with_ssh = with_ssh
         self.folder = Path(tempfile.mkdtemp(prefix="pipespec-testbed-"))
+        self._ssh_variable = {CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG)}
         bed = f"pipespec-{os.getpid()}-{next(_serial)}"
         self.namespaces = {host: f"{bed}-{host}" for host in self.hosts}
         self._relay: subprocess.Popen[str] | None = None
@@ -138,10 +139,7 @@ class Testbed:
 
         The process id is the program's own. It finds the bed's keys for SSH.
         """
-        env = {
-            **options.pop("env", os.environ),
-            CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG),
-        }
+        env = {**options.pop("env", os.environ), **self._ssh_variable}
         return subprocess.Popen([*self.prefix(host), *argv], env=env, **options)
 
     def prefix(self, host: str) -> tuple[str, ...]:
@@ -155,14 +153,10 @@ class Testbed:
 
         `given` is its standard input. Raises TimeoutExpired after `timeout` seconds.
         """
-        pipe = subprocess.PIPE
-        with self.popen(host, argv, stdout=pipe, stderr=pipe, stdin=pipe, text=True) as process:
-            try:
-                out, err = process.communicate(given, timeout)
-            except BaseException:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+        command, env = [*self.prefix(host), *argv], {**os.environ, **self._ssh_variable}
+        return subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=timeout, env=env
+        )
 
     def processes(self, host: str) -> list[int]:
         """The ids of the processes that run in the host, its SSH server among them."""
@@ -185,9 +179,7 @@ class Testbed:
             self.namespaces[host], lambda: socket.socket(socket.AF_INET, kind, protocol)
         )
 
-    def hosts_file(
-        self, devices: int | Mapping[str, int] = 1, file: str = "hosts.yaml", **settings: Any
-    ) -> Path:
+    def hosts_file(self, devices: int | Mapping[str, int] = 1, **settings: Any) -> Path:
         """Writes a hosts file: so many `cpu` devices for every host, or for each.
 
         `settings` are its other entries, such as `draft`, `order`, `split` and `spares`.
@@ -216,7 +208,7 @@ class Testbed:
             ],
             **settings,
         }
-        path = self.folder / file
+        path = self.folder / "hosts.yaml"
         path.write_text(yaml.safe_dump(hosts_file, sort_keys=False))
         return path
 
