@@ -4,7 +4,6 @@ hold of weights of few bits, in words."""
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import Deployment, quantization_of
@@ -13,6 +12,7 @@ from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.ggml import library
 from pipespec.engine.inspection.draft_heads import require_head_fit
 from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
 from pipespec.transport.transport_settings import NCCL
@@ -141,18 +141,14 @@ def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
     ]
 
 
-def _target_name(deployment: Deployment) -> str:
-    """That of the settings: a folder of a cache is named by a commit or a checksum."""
-    return Path(deployment.config.model.target).absolute().name
-
-
 def chosen(deployment: Deployment) -> str | None:
     """A line with the settings that were chosen for a model, and why; None: there are none."""
     names, devices = deployment.config.chosen, deployment.devices[1:]
     on = f"cluster.stages={len(deployment.layers)} (on {', '.join(devices)})"
     found = [on] * ("cluster.stages" in names)
     found += ["proposer=suffix (no draft is named: --draft MODEL)"] * ("proposer" in names)
-    return f"Chosen for {_target_name(deployment)}: {', '.join(found)}." if found else None
+    model = model_name(deployment.config.model.target)
+    return f"Chosen for {model}: {', '.join(found)}." if found else None
 
 
 def summary(deployment: Deployment) -> str | None:
@@ -173,7 +169,7 @@ def loading(deployment: Deployment) -> str:
     size = sum(memory.bytes_by_rank(deployment))
     by_hand = [host.name for host in deployment.hosts if host.by_hand]
     waiting = f", waiting for {', '.join(by_hand)}" if by_hand else ""
-    return f"loading {_target_name(deployment)}, {size_text(size)}{waiting}"
+    return f"loading {model_name(deployment.config.model.target)}, {size_text(size)}{waiting}"
 
 
 def expanded(deployment: Deployment) -> str | None:

@@ -61,13 +61,12 @@ def add(commands: Commands) -> None:
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
         "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
         "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
-        description="Predict the time between tokens, and recommend a layout and a decoding "
-        "method: with --gpus from the names of GPUs and models alone; with --profile, or with "
-        "times as settings (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread), by "
-        "comparing all methods. policy, policy.width, policy.children and proposer.rounds fix what "
-        "is tried; proposer=suffix plans without a draft. With a hosts file, its devices and links "
-        "are measured, and the layers divided so that the slowest rank is as fast as memory "
-        "allows. See docs/planning.md.",
+        description="Predict the time between tokens, and recommend layout and decoding method: "
+        "with --gpus from the names of GPUs and models alone; with --profile, or with times as "
+        "settings (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread), by comparing all "
+        "methods. policy, policy.width, policy.children, proposer.rounds and proposer=suffix fix "
+        "what is tried. With a hosts file, measure its devices and links, and divide the layers so "
+        "that the slowest rank is as fast as memory allows. See docs/planning.md.",
     )
     command.add_argument(
         "--gpus",
