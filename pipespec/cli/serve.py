@@ -20,9 +20,10 @@ from pipespec.client.model_info import full_name
 from pipespec.client.registry import asked_to_end, clear, find, left, log_of, serving
 from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import write
+from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
-from pipespec.server.options import SECONDS, WHOLE, ServerOptions, model_name
+from pipespec.server.options import SECONDS, WHOLE, ServerOptions
 from pipespec.system.exit_codes import SIGNALLED
 from pipespec.system.validation import Unreadable, read_text
 

@@ -61,12 +61,11 @@ def add(commands: Commands) -> None:
         help="start a cluster that stays up for many requests",
         usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
         "[MODEL] [SETTING=VALUE ...]",
-        description="Start a cluster and keep it until Ctrl-C or `pipespec down`; with a hosts "
-        "file on its hosts, over SSH, with the output of their workers on standard error. "
-        "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
-        "several at a time: requests queue. With - more settings are read from standard input, one "
-        "per line or as a JSON list, so that a password among them shows in no list of processes. "
-        "If it dies, it goes on with what was unfinished when it is started again under its name.",
+        description="Start a cluster here, or over SSH on the hosts of a hosts file, and keep it "
+        "until Ctrl-C or `pipespec down`. Its log goes to standard error. `generate --on NAME` and "
+        "`bench --on NAME` send requests to it, also several at a time. With - more settings are "
+        "read from standard input, by line or as a JSON list, so that no list of processes shows "
+        "passwords. If it dies, start it again under its name: it finishes what it began.",
     )
     command.add_argument("--name", help=f"its name ({DEFAULT_NAME}, or that of hosts.yaml)")
     command.add_argument(

@@ -135,3 +135,8 @@ class ModelConfig:
         for name in ("target", "draft", "mid"):
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a folder or hub id.")
+
+
+def model_name(target: str) -> str:
+    """The name of a model for users: its folder's, or that on the hub."""
+    return target.rstrip("/").rpartition("/")[2] if target.startswith("/") else target

@@ -139,11 +139,6 @@ def body_limit(context: int) -> int:
     return FIELDS_BYTES + TOKEN_BYTES * context
 
 
-def model_name(target: str) -> str:
-    """The default name of a model: its folder's, or its name on the hub."""
-    return target.rstrip("/").rpartition("/")[2] if target.startswith("/") else target
-
-
 # --- origins and hosts --------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.ggml import library
 from pipespec.engine.inspection.draft_heads import require_head_fit
 from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
 from pipespec.transport.transport_settings import NCCL
@@ -146,7 +147,8 @@ def chosen(deployment: Deployment) -> str | None:
     on = f"cluster.stages={len(deployment.layers)} (on {', '.join(devices)})"
     found = [on] * ("cluster.stages" in names)
     found += ["proposer=suffix (no draft is named: --draft MODEL)"] * ("proposer" in names)
-    return f"Chosen for {deployment.target.path.name}: {', '.join(found)}." if found else None
+    model = model_name(deployment.config.model.target)
+    return f"Chosen for {model}: {', '.join(found)}." if found else None
 
 
 def summary(deployment: Deployment) -> str | None:
@@ -167,7 +169,7 @@ def loading(deployment: Deployment) -> str:
     size = sum(memory.bytes_by_rank(deployment))
     by_hand = [host.name for host in deployment.hosts if host.by_hand]
     waiting = f", waiting for {', '.join(by_hand)}" if by_hand else ""
-    return f"loading {deployment.target.path.name}, {size_text(size)}{waiting}"
+    return f"loading {model_name(deployment.config.model.target)}, {size_text(size)}{waiting}"
 
 
 def expanded(deployment: Deployment) -> str | None:

@@ -233,11 +233,11 @@ class SafetensorsFolder:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether some file tells of one."""
-        return any(any(self.path.glob(n)) for n in (*TOKENIZER_FILES, "tokenizer_config.json"))
+        """Whether some file may hold one."""
+        return any(any(self.path.glob(pattern)) for pattern in TOKENIZER_FILES)
 
     def require_tokenizer(self) -> None:
-        """Raise ModelError if no file tells of a tokenizer, or tokenizer.json holds none."""
+        """Raise ModelError if no file may hold a tokenizer, or tokenizer.json holds none."""
         if not self.has_tokenizer:
             raise self.tokenizer_refused("")
         made = self.path / TOKENIZER_FILES[0]
@@ -258,7 +258,7 @@ class SafetensorsFolder:
         return 0
 
     def tokenizer_refused(self, reason: str) -> ModelError:
-        if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
+        if not self.has_tokenizer:
             return ModelError(
                 f"{self.path} holds no tokenizer: tokenizer.json, or what it is made from "
                 f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"

@@ -61,14 +61,12 @@ def add(commands: Commands) -> None:
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
         "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
         "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
-        description="Predict the time between tokens and the speed-up over plain pipeline "
-        "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
-        "else of every decoding method, for times of stages and draft that a profile or arguments "
-        "give (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread); policy, policy.width, "
-        "policy.children and proposer.rounds fix what is tried. proposer=suffix plans without a "
-        "draft model. With a hosts file, measure its "
-        "devices and links, and choose the slices, the order of the hosts and the place of the "
-        "draft with which the slowest rank is fastest, within memory. docs/planning.md says how.",
+        description="Predict the time between tokens, and recommend layout and decoding method: "
+        "with --gpus from the names of GPUs and models alone; with --profile, or with times as "
+        "settings (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread), by comparing all "
+        "methods. policy, policy.width, policy.children, proposer.rounds and proposer=suffix fix "
+        "what is tried. With a hosts file, measure its devices and links, and divide the layers so "
+        "that the slowest rank is as fast as memory allows. See docs/planning.md.",
     )
     command.add_argument(
         "--gpus",

@@ -178,6 +178,9 @@ def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch) -> None:
     found = decide(compose([f"model.target={DEMO / 'target'}"]))
     assert len(found.layers) == found.config.cluster.stages == found.target.num_layers
     assert "proposer=suffix" in (chosen(found) or "")
+    assert "Chosen for target: " in (chosen(found) or "")
+    elsewhere = replace(found, target=replace(found.target, path=Path("/cache/0123abcd")))
+    assert chosen(elsewhere) == chosen(found), "the name is that of the settings"
 
 
 def test_devices_name_those_of_a_stage_one_after_another() -> None:

@@ -110,6 +110,8 @@ def test_a_folder_without_tokenizer_names_what_is_missing(
     for name in {"tokenizer.json", "tokenizer_config.json"} - set(keep):
         (model / name).unlink()
     assert "holds no tokenizer: tokenizer.json, or" in refusal(model)
+    with pytest.raises(ModelError, match="holds no tokenizer"):  # before Transformers is imported
+        open_files(model).require_tokenizer()
 
 
 WHOLE = (DEMO / "target" / "tokenizer.json").read_bytes()
