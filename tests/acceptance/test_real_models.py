@@ -208,8 +208,9 @@ def test_text_and_log_probabilities_are_the_same_to_the_bit(model, policy, stage
     assert [logprobs for _, logprobs in found] == [logprobs for _, logprobs in expected]
 
 
+@pytest.mark.long
 @pytest.mark.real_models(QWEN, SMOLLM2, QWEN_DRAFT)
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stages", [2, 4])
 def test_a_draft_of_another_vocabulary_gives_the_target_s_text(
     redis_server: EmbeddedRedis, stages: int, record_property: Callable[[str, object], None]
 ) -> None:
