@@ -271,7 +271,8 @@ class SliceGraph:
             planned.mask[some, own : own + mask.shape[1]][mask] = 0
         planned.mask[count:] = planned.mask[count - 1]
         computer.compute(planned.graph, wide=wide)
-        return np.concatenate([each[:count] for each in planned.outputs], 1)
+        hidden, *tapped = (each[:count] for each in planned.outputs)
+        return np.concatenate((hidden, *tapped), 1) if tapped else hidden
 
     def _graph(self, computer: Computer, rows: int, keys: int, wide: bool) -> _Planned:
         """The graph for so many rows and keys, from those that are kept or made now."""
