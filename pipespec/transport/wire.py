@@ -147,6 +147,7 @@ class Wire:
         start, columns = self._hidden_start(rows, tail), self.columns_of(message)
         size = start + self._hidden_bytes(rows, columns) + _INT
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
+        assert 0 <= columns <= self.max_columns, f"{columns} columns of {self.max_columns} at most"
         assert size <= ints[_BYTES] <= len(message), f"{size} bytes in a message of {ints[_BYTES]}"
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
         leaving_numbers = table[end : end + leaving].tolist()
