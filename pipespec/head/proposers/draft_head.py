@@ -23,16 +23,8 @@ from pipespec.core import (
     Batch,
     Verdict,
 )
-from pipespec.head.proposer import (
-    Context,
-    Encode,
-    Proposal,
-    ProposalRequest,
-    Proposer,
-    ProposerConfig,
-)
-from pipespec.head.proposers.calibration import CalibratedProposer
-from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
+from pipespec.head.proposers.draft_model import DraftModelConfig, DraftModelProposer
 from pipespec.head.proposers.token_map import ReadText
 from pipespec.head.tree import Tree
 from pipespec.system.device_copy import to_device
@@ -48,14 +40,11 @@ MOST_READ = 16
 
 
 @dataclass(frozen=True)
-class DraftHeadConfig(ProposerConfig):
+class DraftHeadConfig(DraftModelConfig):
     """Settings of a draft head."""
 
+    needs_draft = False
     needs_head = True
-
-    def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
-        assert draft is not None
-        return CalibratedProposer(draft)
 
 
 class HeadText(ReadText):
