@@ -71,13 +71,10 @@ class StageLoop:
         settings: StageSettings,
         timeline: Timeline,
         times: RowTimes | None = None,
-        returns: Transport | None = None,
     ):
-        """`times`: measurements of this stage's batches so far; `returns`: the link from the last
-        stage to the head, if there are features."""
+        """`times`: measurements of this stage's batches so far."""
         self.runner, self.link, self.controller = runner, link, controller
         self.settings, self.timeline = settings, timeline
-        self.returns = returns
         self.rank = link.rank
         self.last = link.rank == settings.num_stages
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
@@ -116,8 +113,8 @@ class StageLoop:
         self.receive_verdicts()
         if not self.last:
             self.send(self.prune(computed))
-        elif self.returns is not None:
-            self.return_features(computed)
+        elif self.link.returns is not None:
+            self.return_features(computed, self.link.returns)
         if self.timeline.record:
             draft, pruned = batch.rows[:, KIND] == DRAFT, self._counts["dropped"] - dropped
             count = int(np.count_nonzero(draft))
@@ -253,17 +250,16 @@ class StageLoop:
             self.link.send(batch)
         self._done.append(transfer(self.rank, self.step))
 
-    def return_features(self, computed: Batch) -> None:
+    def return_features(self, computed: Batch, link: Transport) -> None:
         """Send the head the features of the rows that are decided text, once their verdict is on
         its way: what is behind their hidden states, or, without any, these."""
-        assert self.returns is not None
         with self.timeline("features"):
             decided = computed.select(self.runner.committed_rows(computed))
             features, size = decided.hidden, self.runner.model.hidden_size
             if features is not None and features.shape[1] > size:
                 features = features[:, size:]
             back = Batch(computed.step, decided.rows, features, stop=computed.stop)
-            self.returns.send(back)
+            link.send(back)
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):

@@ -142,6 +142,8 @@ class StoryController:
 class StoryLink:
     """The batches that a rank receives and sends; it sends `most`, then StoryOver is raised."""
 
+    returns = None
+
     def __init__(self, rank: int, arriving: Iterable[Batch] = (), most: int = 1000):
         self.rank = rank
         self.most = most

@@ -159,6 +159,8 @@ class LastBoard(Board):
 class Link:
     """Connects a rank with the queue of arriving batches and that of the next rank."""
 
+    returns = None
+
     def __init__(self, rank: int, arriving: deque[Batch], next_rank: deque[Batch] | None):
         self.rank = rank
         self._arriving = arriving

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.ranks.rank_components import load_model
-from pipespec.cluster.ranks.worker import connect_links, join_rank, rank_grammars
+from pipespec.cluster.ranks.rank_loop import connect_links, join_rank
+from pipespec.cluster.ranks.worker import rank_grammars
 from pipespec.config.compose import compose
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
