@@ -1,4 +1,5 @@
-"""`pipespec up`: start a cluster that stays up for many requests."""
+"""`pipespec up`: start a cluster that stays up for many requests. Above 350 lines, as it is one
+start, from its settings to its announcement."""
 
 from __future__ import annotations
 
