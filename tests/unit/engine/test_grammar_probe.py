@@ -40,7 +40,10 @@ def probe() -> GrammarProbe:
     return GrammarProbe(TOKENIZER, SIZE, (0,))
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if "Lark" in name else name for name in ENDLESS],
+)
 def test_grammar_that_compiles_for_long_is_refused_and_others_are_checked_after_it(
     probe: GrammarProbe, name: str
 ) -> None:
