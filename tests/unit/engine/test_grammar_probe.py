@@ -16,6 +16,8 @@ from pipespec.engine.llguidance_backend import (
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.system.folders import resource_dir
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tokenizer.load(resource_dir("demo") / "target")
 SIZE = len(TOKENIZER.get_vocab())
 MULTIPLES = {f"a{i}": {"type": "integer", "multipleOf": 90_000 + i} for i in range(20)}

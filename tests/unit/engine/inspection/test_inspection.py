@@ -242,6 +242,7 @@ def test_a_checkpoint_of_the_base_model_is_taken_and_loaded(tmp_path, model_type
         assert parts[0].num_weight_bytes == parts[1].num_weight_bytes
 
 
+@pytest.mark.slow
 def test_headers_are_inspected_without_importing_torch(tmp_path):
     """Also of a config that Transformers refuses, which is refused in the same way."""
     paths = [str(shared(model_type)) for model_type in ("qwen3_next", "gpt_oss")]

@@ -287,6 +287,7 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
     assert times[0] < found["plain_tbt_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "draft", "left_out"),
     [
