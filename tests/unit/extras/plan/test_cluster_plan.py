@@ -335,6 +335,7 @@ def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixt
     assert "KV and running states" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
