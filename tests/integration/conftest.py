@@ -11,6 +11,7 @@ import pytest
 
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import RedisConnection
 from tests.helpers.log import head_of
 from tests.helpers.sandbox import Sandbox
 
@@ -45,6 +46,12 @@ def namespace() -> str:
 def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
     with head_of(server, namespace) as controller:
         yield controller
+
+
+@pytest.fixture
+def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
+    with RedisConnection(server.url) as pipe:
+        yield pipe
 
 
 @pytest.fixture

@@ -83,13 +83,6 @@ def cluster(server: EmbeddedRedis, namespace: str) -> Iterator[Cluster]:
     cluster.close()
 
 
-@pytest.fixture
-def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
-    pipe = RedisConnection(server.url)
-    yield pipe
-    pipe.close()
-
-
 def refused(cluster: Cluster, send: Callable[[], None]) -> ControllerError:
     """What Redis refused of something that is sent without waiting."""
     try:

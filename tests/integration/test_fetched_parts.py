@@ -44,7 +44,7 @@ SLICES = (range(2), range(2, 3), range(3, 4))
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     hub = Hub({})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**12)
+    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**14)
     with used(hub, tmp_path / "hub", monkeypatch):
         yield hub
 
@@ -118,7 +118,7 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
         own = hub.weight_bytes - before
         fetch_parts(info.path, parts)
         assert hub.weight_bytes - before == own
-        assert own <= 1.05 * slice_bytes(info.path, parts)
+        assert own <= 1.12 * slice_bytes(info.path, parts), "and what shares their blocks"
         model = ModelSlice.load(info.path, layers, dtype=torch.float32, num_slots=64)
         rows = model.forward(rows, torch.from_numpy(plan.positions), plan)
     how = {"gguf_file": reference.name} if reference.suffix == ".gguf" else {}

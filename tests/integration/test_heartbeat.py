@@ -15,7 +15,7 @@ import pytest
 
 from pipespec.cluster.ranks import heartbeat as heartbeat_module
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.controller import epoch_control
+from pipespec.controller import epoch_control, membership
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import LEASE_S, Epoch, Membership
 from pipespec.controller.redis_connection import RedisConnection
@@ -166,6 +166,7 @@ def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(
 ) -> None:
     """As with a Redis of the user's, whose launcher was killed."""
     monkeypatch.setattr(heartbeat_module, "LAUNCHER_S", 0.5)
+    monkeypatch.setattr(membership, "LAUNCHER_LEASE_S", 0.8)
     epoch = begin(server)
     with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         end = time.monotonic() + 1.5

@@ -7,8 +7,10 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,13 +143,13 @@ def test_reply_to_a_body_that_is_not_read_arrives(guarded: Server) -> None:
 
 
 def test_incomplete_request_times_out(guarded: Server) -> None:
-    for begun in (b"", START, b"\r\n\r\n"):
-        reply = sent(guarded, begun)
-        assert reply.startswith(b"HTTP/1.1 408 ")
+    begun = (BODY + b"Content-Length: 100\r\n\r\n{", b"", START, b"\r\n\r\n")
+    with ThreadPoolExecutor(len(begun)) as clients:
+        replies = [*clients.map(partial(sent, guarded), begun)]
+    assert all(reply.startswith(b"HTTP/1.1 408 ") for reply in replies)
+    assert "The body has not come within 1 s" in sentence(replies[0])
+    for reply in replies[1:]:
         assert "No complete request has come within 1 s." in sentence(reply)
-    reply = sent(guarded, BODY + b"Content-Length: 100\r\n\r\n{")
-    assert reply.startswith(b"HTTP/1.1 408 ")
-    assert "The body has not come within 1 s" in sentence(reply)
     with connected(guarded) as connection:  # which is kept alive
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         heard(connection, b"}")

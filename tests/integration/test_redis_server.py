@@ -237,6 +237,7 @@ def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
             assert check_server(server.url)  # whoever only reads may
             with pytest.raises(ControllerError, match=f"^Redis refuses writes: {said}"):
                 log.enqueue(prompt=(1,), max_new_tokens=5)
+            admin.call("CONFIG", "SET", "save", "")  # it would not end before it has saved
             admin.close()
 
 

@@ -46,13 +46,6 @@ def events(server: EmbeddedRedis, namespace: str) -> Callable[[int], list[Event]
     return partial(events_of, server.url, namespace)
 
 
-@pytest.fixture
-def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
-    pipe = RedisConnection(server.url)
-    yield pipe
-    pipe.close()
-
-
 class Log:
     """What the request log must do, in a few lines: who waits, and who is taken by this epoch."""
 

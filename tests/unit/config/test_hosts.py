@@ -134,6 +134,12 @@ def test_the_examples_are_valid(example):
     assert load_hosts(example).num_stages >= 1
 
 
+TWO = (
+    "hosts: [{name: alpha, address: a, devices: [cpu, cpu]}, {name: beta, address: b, "
+    "devices: [cpu]}]\n"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -164,31 +170,16 @@ def test_the_examples_are_valid(example):
         ("hosts: [{address: a, env: [A]}]", "must map names to texts"),
         ("defaults: {address: a}\nhosts: [{address: a}]", "defaults has an unknown setting"),
         ("hosts: [{address: a}, {address: a}]", "two hosts are called 'a'"),
+        (f"{TWO}draft: alfa/0", "draft is 'alfa/0', which is no worker; did you mean alpha/0?"),
+        (f"{TWO}order: [alpha, gamma]", "holds 'gamma', which is no host; choose from alpha, beta"),
+        (f"{TWO}order: [alpha]", "but must name each of alpha, beta once"),
+        (f"{TWO}split: [3, 0]", "must be a whole number from 1 to"),
+        (f"{TWO}spares: 2", "use at most 1"),
+        (f"{TWO}name: 'a b'", "name is 'a b'"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, said):
     assert said in refused(tmp_path, text)
-
-
-TWO = (
-    "hosts: [{name: alpha, address: a, devices: [cpu, cpu]}, {name: beta, address: b, "
-    "devices: [cpu]}]\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("draft: alfa/0", "draft is 'alfa/0', which is no worker; did you mean alpha/0?"),
-        ("order: [alpha, gamma]", "order holds 'gamma', which is no host; choose from alpha, beta"),
-        ("order: [alpha]", "but must name each of alpha, beta once"),
-        ("split: [3, 0]", "must be a whole number from 1 to"),
-        ("spares: 2", "use at most 1"),
-        ("name: 'a b'", "name is 'a b'"),
-    ],
-)
-def test_what_does_not_fit_the_hosts_is_named(tmp_path, line, said):
-    assert said in refused(tmp_path, f"{TWO}{line}\n")
 
 
 def test_a_variable_that_may_be_a_secret_is_not_repeated(tmp_path):

@@ -16,6 +16,8 @@ from pipespec.engine.llguidance_backend import (
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.system.folders import resource_dir
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tokenizer.load(resource_dir("demo") / "target")
 SIZE = len(TOKENIZER.get_vocab())
 MULTIPLES = {f"a{i}": {"type": "integer", "multipleOf": 90_000 + i} for i in range(20)}
@@ -40,7 +42,10 @@ def probe() -> GrammarProbe:
     return GrammarProbe(TOKENIZER, SIZE, (0,))
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if "Lark" in name else name for name in ENDLESS],
+)
 def test_grammar_that_compiles_for_long_is_refused_and_others_are_checked_after_it(
     probe: GrammarProbe, name: str
 ) -> None:

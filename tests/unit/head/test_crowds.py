@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,8 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import USUAL
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import SimulatedPipeline
+
+pytestmark = pytest.mark.slow
 
 TOKENS = 120  # of the client whose tokens are timed
 LAST = TOKENS // 4  # from there on they are
@@ -23,6 +26,7 @@ MACHINES = {
 }
 
 
+@cache
 def decoded(machine: str, answers: int, policy: str = "best_first") -> tuple[float, float]:
     """Milliseconds between the tokens of a client beside so many answers of another tenant, and
     how many of their tokens come in a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -87,27 +88,22 @@ salts = st.sampled_from(["", "a", "b"])
 def test_longest_common_prefix_is_found_first(
     texts: list[tuple[list[int], str]], text: list[int], salt: str
 ):
+    """None has anything in common with a text of another salt."""
     index, wanted = PrefixIndex(), text_key(text, salt)
     for number, each in enumerate(texts):
         index.add(text_key(*each), number)
-    expected = [num_common(text_key(*each), wanted) for each in texts]
+    expected = [
+        len([*takewhile(lambda pair: pair[0] == pair[1], zip(each, text, strict=False))])
+        * (own == salt)
+        for each, own in texts
+    ]
+    assert expected == [num_common(text_key(*each), wanted) for each in texts]
     found = {number: common for number, common, _ in index.match_prefix(wanted)}
-    assert all(texts[number][1] == salt for number in found)
     assert found == {number: common for number, common in enumerate(expected) if common}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     for number, each in enumerate(texts):
         index.remove(text_key(*each), number)
     assert len(index) == 0
-
-
-@given(tokens, tokens)
-def test_num_common_counts_the_common_prefix(one: list[int], other: list[int]):
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
-        same += 1
-    assert num_common(text_key(one), text_key(other)) == same
-    assert num_common(text_key(one, "salt"), text_key(other, "salt")) == same
-    assert num_common(text_key(one), text_key(other, "salt")) == 0
 
 
 # --- requests one after another ---------------------------------------------------------------
@@ -349,7 +345,6 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
     check_random_load(*load)
 
 
-@settings(max_examples=30)
 @given(loads)
 def test_a_draft_with_other_tokens_keeps_its_slots_under_random_load(load):
     """It reads one of the target's tokens as two of its own, and cannot propose it."""

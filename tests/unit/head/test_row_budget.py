@@ -52,18 +52,14 @@ def waiting(num_roots: int, step_ms: tuple[tuple[int, float], ...]) -> PipelineS
     return replace(STATE, num_stages=8, requests=32, offered=offered, step_ms=step_ms)
 
 
-def test_waiting_roots_make_no_batch_larger_than_all_can_be() -> None:
+@pytest.mark.parametrize(("ms_of_64", "rows", "ms"), [(1280.0, 4, 20.0), (20.0, 20, 5.0)])
+def test_waiting_roots_make_no_batch_larger_than_all_can_be_unless_they_take_no_time(
+    ms_of_64: float, rows: int, ms: float
+) -> None:
     """One that held them all would be followed by empty ones, and delay each of eight steps."""
-    target = target_batch(waiting(20, ((1, 20.0), (64, 1280.0))))
+    target = target_batch(waiting(20, ((1, 20.0), (64, ms_of_64))))
     assert target is not None
-    assert target.rows == 4
-    assert target.ms_per_token == pytest.approx(20.0)
-
-
-def test_waiting_roots_are_taken_where_they_make_no_step_longer() -> None:
-    target = target_batch(waiting(20, ((1, 20.0), (64, 20.0))))
-    assert target is not None
-    assert target.rows == 20
+    assert (target.rows, target.ms_per_token) == (rows, pytest.approx(ms))
 
 
 @given(

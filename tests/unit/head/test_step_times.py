@@ -252,7 +252,7 @@ def test_a_good_draft_pays_where_rows_are_dear():
     assert learnt < 0.97 * ms_per_token(1, good, 1.0, learns=False)
 
 
-@pytest.mark.parametrize("num_stages", [4, 8])
+@pytest.mark.parametrize("num_stages", [4, pytest.param(8, marks=pytest.mark.long)])
 def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
     """A batch takes nearly the same whatever its rows, and two cores compute those of all stages in
     turn: a full pipeline is slower than a tree of fixed shape."""

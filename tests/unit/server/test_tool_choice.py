@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
@@ -19,6 +19,7 @@ from pipespec.server.request_schema import ChatRequest
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, WEATHER, calling, fits
 
+Chat = Callable[..., ParsedRequest]
 DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "And in Zürich?"},
@@ -40,17 +41,22 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def running(demo: ModelInfo) -> RunningCluster:
-    return dialects.entry_of(calling(demo, HERMES))
+def served(demo: ModelInfo) -> ModelInfo:
+    return calling(demo, HERMES)
 
 
-def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
-    asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return RequestParser(running).parse(asked)
+@pytest.fixture(scope="module")
+def chat(served: ModelInfo) -> Chat:
+    """Parses a request with more fields. Its parser tries grammars in a process of its own."""
+    parser = RequestParser(dialects.entry_of(served))
+    usual = {"messages": CONVERSATION, "tools": [WEATHER]}
+    return lambda **body: parser.parse(ChatRequest.model_validate(usual | body))
 
 
-def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:
-    backend = running.served.tokenizer
+def test_chat_template_gets_the_same_input_as_from_transformers(
+    served: ModelInfo, chat: Chat
+) -> None:
+    backend = served.tokenizer
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(backend.backend), chat_template=HERMES
     )
@@ -65,25 +71,25 @@ def test_chat_template_gets_the_same_input_as_from_transformers(running: Running
     assert '"arguments": {"city": "Zürich"}' in expected
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     for tools in ([WEATHER], [strict]):
-        ask = chat(running, tools=tools)
-        assert running.served.tokenizer.decode(ask.prompts[0]) == expected
+        ask = chat(tools=tools)
+        assert served.tokenizer.decode(ask.prompts[0]) == expected
 
 
-def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningCluster) -> None:
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(served: ModelInfo, chat: Chat) -> None:
     for body in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
-        ask = chat(running, **body)
+        ask = chat(**body)
         assert ask.tool_use is None
-        assert "What the weather is" not in running.served.tokenizer.decode(ask.prompts[0])
+        assert "What the weather is" not in served.tokenizer.decode(ask.prompts[0])
     some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "dig"}}]}
     for body in ({"tools": [WEATHER, DIG]}, {"tools": [DIG]}):
-        ask = chat(running, **body, tool_choice={"type": "allowed_tools", "allowed_tools": some})
+        ask = chat(**body, tool_choice={"type": "allowed_tools", "allowed_tools": some})
         assert ask.tool_use is not None
-        prompt = running.served.tokenizer.decode(ask.prompts[0])
+        prompt = served.tokenizer.decode(ask.prompts[0])
         assert "What the weather is" not in prompt and '"dig"' in prompt
     for body in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
-        ask = chat(running, **body)
+        ask = chat(**body)
         assert ask.tool_use is not None and ask.tool_use.parallel
-    cut = chat(running, parallel_tool_calls=False).tool_use
+    cut = chat(parallel_tool_calls=False).tool_use
     assert cut is not None and not cut.parallel
 
 
@@ -125,12 +131,17 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningClus
     ],
 )
 def test_required_call_is_the_only_answer_that_matches(
-    running: RunningCluster, body: dict[str, Any], texts: list[str], unfit: list[str], reason: str
+    served: ModelInfo,
+    chat: Chat,
+    body: dict[str, Any],
+    texts: list[str],
+    unfit: list[str],
+    reason: str,
 ) -> None:
-    ask = chat(running, tools=[WEATHER, DIG], **body)
+    ask = chat(tools=[WEATHER, DIG], **body)
     for text in (*texts, *unfit):
-        assert fits(running.served, ask, text) == (text in texts)
-    shape = ChatFormat(ask, running.served.tokenizer, "demo")
+        assert fits(served, ask, text) == (text in texts)
+    shape = ChatFormat(ask, served.tokenizer, "demo")
     shape.add(OutputDelta(0, texts[0], (5,)))
     shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
     (choice,) = shape.response()["choices"]
@@ -183,7 +194,8 @@ PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
 @pytest.mark.parametrize(("parameters", "good", "unfit"), PARAMETERS)
 @pytest.mark.parametrize("named", [False, True])
 def test_arguments_of_required_calls_are_what_the_function_declares(
-    running: RunningCluster,
+    served: ModelInfo,
+    chat: Chat,
     named: bool,
     parameters: dict[str, Any] | None,
     good: list[str],
@@ -193,20 +205,20 @@ def test_arguments_of_required_calls_are_what_the_function_declares(
     go, other = {"name": "go"} | own, {"name": "stay", "parameters": {"$defs": {"at": {}}}}
     choice: Any = {"type": "function", "function": {"name": "go"}} if named else "required"
     tools = [{"type": "function", "function": each} for each in (go, other)]
-    ask = chat(running, tools=tools, tool_choice=choice)
+    ask = chat(tools=tools, tool_choice=choice)
     for arguments in (*good, *unfit):
         text = f'[{{"name":"go","arguments":{arguments}}}]'
-        assert fits(running.served, ask, text) == (arguments in good), arguments
+        assert fits(served, ask, text) == (arguments in good), arguments
 
 
-def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:
+def test_tool_calls_keep_the_logprobs_of_all_tokens(served: ModelInfo, chat: Chat) -> None:
     text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    tokenizer = running.served.tokenizer
+    tokenizer = served.tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = [
         OutputDelta(0, tokenizer.decode([token]), (token,), (TokenLogprobs(-0.5),)) for token in ids
     ]
-    ask = chat(running, logprobs=True)
+    ask = chat(logprobs=True)
     shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
     end = OutputDelta(0, "", finish_reason="stop")
     chunks = dialects.chunks(e for piece in (*pieces, end) for e in shape.events(piece))

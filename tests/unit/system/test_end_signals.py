@@ -54,6 +54,7 @@ sys.exit(main.main(["doctor"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clean_up", ["child.wait()", "time.sleep(600)"])
 def test_second_signal_ends_a_command_that_waits_and_what_computes_for_it(clean_up: str) -> None:
     command = [sys.executable, "-c", STUCK.replace("{clean_up}", clean_up)]

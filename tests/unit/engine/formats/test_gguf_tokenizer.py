@@ -94,6 +94,7 @@ def agree(path: Path, fields: Mapping[str, Any], texts: list[str]) -> None:
     vocabulary.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 def test_text_becomes_the_tokens_of_llama_cpp(tmp_path, learnt, texts, name):
     split = SPLITS[name]

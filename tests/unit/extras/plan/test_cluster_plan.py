@@ -287,6 +287,7 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
     assert times[0] < found["plain_tbt_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "draft", "left_out"),
     [
@@ -308,8 +309,6 @@ def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
     found = json.loads(capsys.readouterr().out)
     assert found["left_out"] == left_out
     assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
-    assert main(asked) == 0
-    assert ("add nothing" in capsys.readouterr().out) == bool(left_out)
 
 
 def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two(
@@ -336,10 +335,12 @@ def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixt
     assert "KV and running states" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
         ([*ASKED[:2], "--gpus", "h100:3"], "give model.draft=meta-llama/Llama-3.2-1B or proposer="),
+        ([*ASKED[:2], "--gpus", "rtx3090:8", "--weights", "int4"], "(6 x rtx3090) add nothing: "),
         ([*ASKED[:2], "--gpus", "h100:2"], "Draft tokens may help: give proposer=suffix, which"),
         ([*ASKED[:2], "--gpus", "h100:3", "proposer=suffix"], " proposer=suffix policy=best_first"),
         (

@@ -97,6 +97,7 @@ def test_a_quick_draft_has_nodes_to_expand_for_the_whole_step_of_a_lone_stage():
     assert ran.ms / ran.steps < 26.0 + 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage_ms", "draft", "requests"), some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16])
 )

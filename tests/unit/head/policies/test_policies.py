@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.errors import ConfigError
@@ -176,7 +176,6 @@ def test_no_policy_decodes_slower_than_without_speculation(pipeline):
 
 
 @given(pipelines)
-@settings(max_examples=30)
 def test_policy_is_a_pure_function_of_tree_and_state(pipeline):
     tree = pipeline.tree
     columns = ("id", "fed", "expanded", "cum")
