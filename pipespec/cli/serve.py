@@ -8,29 +8,37 @@ import json
 import os
 import re
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.cli.cache import checked
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
-from pipespec.client.registry import asked_to_end, clear, find, left, log_of, serving
-from pipespec.console.arguments import finish, overrides
+from pipespec.client.registry import (
+    RunningCluster,
+    asked_to_end,
+    clear,
+    find,
+    left,
+    log_of,
+    serving,
+)
+from pipespec.cluster.decide import decide, require_room
+from pipespec.config.compose import compose
+from pipespec.console.arguments import AddParser, finish, overrides
 from pipespec.console.terminal import write
 from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
+from pipespec.server.answer_record import AnswerRecord
+from pipespec.server.listener import bind_listener, connection_capacity
 from pipespec.server.options import SECONDS, WHOLE, ServerOptions
 from pipespec.system.exit_codes import SIGNALLED
 from pipespec.system.validation import Unreadable, read_text
-
-if TYPE_CHECKING:
-    from pipespec.client.registry import RunningCluster
-    from pipespec.console.arguments import Commands
-    from pipespec.server.api_server import ClusterWatch
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
@@ -42,11 +50,9 @@ NAMED_KEY = re.compile(r"([\w.@-]+): +(.*)", re.ASCII)
 LIMITS = [name for name, *_ in (*WHOLE, *SECONDS)]
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "serve",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
         "[-] [MODEL] [SETTING=VALUE ...]",
         description="Start a cluster as `pipespec up` does and serve it to clients of "
@@ -120,9 +126,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.cluster.decide import decide, require_room
-    from pipespec.config.compose import compose
-
     config = compose(settings)
     with serving(name), ExitStack() as stack:
         listener = stack.enter_context(listening(arguments))
@@ -147,9 +150,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.answer_record import AnswerRecord
-    from pipespec.server.listener import bind_listener, connection_capacity
-
     options = read_options(arguments, "model")  # errors before all else
     connection_capacity(options.max_connections)
     if options.answers:
@@ -162,7 +162,7 @@ def answer_requests(
     arguments: argparse.Namespace,
     listener: socket.socket,
     target: str,
-    watch: ClusterWatch,
+    watch: Callable[[], RunningCluster | None],
 ) -> int:
     """Answer requests to a cluster until a signal asks for the end; the exit code."""
     import uvloop

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from signal import SIGINT, Signals
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from pipespec.cli import host_admission
 from pipespec.cli.cache import checked, with_weights
 from pipespec.cli.detach import detached
+from pipespec.cli.host_admission import HostAdmission
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
+from pipespec.client.local_cluster import running_cluster
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -30,23 +34,27 @@ from pipespec.client.registry import (
     remove_data,
 )
 from pipespec.client.request_settings import group
-from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide, require_room
+from pipespec.cluster.deployment.checks import loading
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
+from pipespec.cluster.join.manual_host import Invitation
+from pipespec.cluster.processes.fault_stats import Fault
+from pipespec.cluster.redis_setup import require_same_model
+from pipespec.cluster.session import ClusterSession
+from pipespec.config.compose import compose
+from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.config.schema import Config
+from pipespec.console.arguments import STDIN, AddParser, finish, overrides, refuse_trace
 from pipespec.console.terminal import progress, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
+from pipespec.placement.costs import Problem
+from pipespec.placement.measurements import problem
+from pipespec.placement.slices import Placement, plan_slices, reason
 from pipespec.system.end_signals import Terminated, raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
-
-if TYPE_CHECKING:
-    from pipespec.cli.host_admission import HostAdmission
-    from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
-    from pipespec.cluster.processes.fault_stats import Fault
-    from pipespec.cluster.session import ClusterSession
-    from pipespec.config.hosts import HostsFile
-    from pipespec.config.schema import Config
-    from pipespec.console.arguments import Commands
-    from pipespec.placement.costs import Problem
-    from pipespec.placement.slices import Placement
 
 DEFAULT_NAME = "default"
 # How often the ranks are checked.
@@ -55,11 +63,9 @@ LOOK_S = 0.1
 KEEPING = ("controller.url=", "controller.data=", "controller=")
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "up",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="start a cluster that stays up for many requests",
         usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
         "[MODEL] [SETTING=VALUE ...]",
         description="Start a cluster here, or over SSH on the hosts of a hosts file, and keep it "
@@ -132,8 +138,6 @@ def default_name(settings: Sequence[str]) -> str:
     for text in settings:
         key, _, value = text.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):
-            from pipespec.config.hosts import load_hosts
-
             return load_hosts(value).name
     return DEFAULT_NAME
 
@@ -147,8 +151,6 @@ def stay(
     """Run a cluster until a signal asks for its end. With --measure the hosts of its hosts file are
     measured first, and with `join_options`, by which other hosts join, always."""
     with claim(name) as note:
-        from pipespec.config.compose import compose
-
         config = compose(settings)
         if arguments.measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
@@ -163,18 +165,10 @@ def stay(
                 ),
             ):
                 if config.controller.data is None and (folder() / (name + DATA)).exists():
-                    from pipespec.cluster.redis_setup import require_same_model
-
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                deployment = checked(deployment, stays=True)  # errors before slow imports
-
-                from pipespec.client.local_cluster import running_cluster
-                from pipespec.client.model_info import ModelInfo
-                from pipespec.cluster import session
-                from pipespec.cluster.deployment.checks import loading
-
+                deployment = checked(deployment, stays=True)
                 deployment = with_weights(deployment)
                 with (
                     progress(loading(deployment), of_bytes=True) as (on_loaded,),
@@ -260,8 +254,6 @@ def invited(
     waiting = [host.name for host in deployment.hosts if host.by_hand]
 
     def begin(where: ControllerAddress) -> None:
-        from pipespec.cluster.join.manual_host import Invitation
-
         file = deployment.config.cluster.hosts
         waits_for = f"{', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there"
         note(waits_for)
@@ -288,10 +280,6 @@ def planned(
     join_options: JoinOptions | None,
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.decide import decide, require_room
-    from pipespec.config.hosts import load_hosts
-    from pipespec.placement.slices import plan_slices
-
     if join_options is None or join_options.hosts == 1:
         require_room(config)
     if join_options is None:
@@ -303,8 +291,6 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli import host_admission
-
     hosts_file = host_admission.hosts_of(config)
     address = host_admission.address_for_others(config, hosts_file.hosts, join_options)
     alone = host_admission.open_to_hosts(decide(config), address)  # errors before measuring
@@ -324,16 +310,11 @@ def planned(
 
 def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
     """What is to be laid out, by measured figures. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
-    from pipespec.placement.measurements import problem
-
     with progress("measuring") as (on_host,):
         return problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
 
 
 def explain(placement: Placement) -> None:
-    from pipespec.placement.slices import reason
-
     for rank, worker in enumerate(placement.workers_by_rank):
         piece = placement.layers[rank - 1] if rank else None
         holds = "the draft" if piece is None else f"layers {piece.start} to {piece.stop - 1}"

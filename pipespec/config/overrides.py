@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
 
 from pipespec.config.choices import groups
 from pipespec.config.hosts import load_hosts
@@ -15,9 +19,6 @@ from pipespec.errors import ConfigError
 from pipespec.limits import suggest
 from pipespec.settings import kinds
 from pipespec.system.validation import Unreadable, alternatives, read_json, typed
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 
 def with_files(overrides: Sequence[str]) -> list[str]:
@@ -68,9 +69,6 @@ def no_setting(text: str) -> ConfigError:
 
 def parse(text: str) -> Override:
     """One override as Hydra reads it. Raises ConfigError."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     if "=" not in text:
         raise no_setting(text)
     try:
@@ -94,8 +92,6 @@ def parse(text: str) -> Override:
 def quoted(text: str, classes: Mapping[str, type]) -> str:
     """The override with a text value in quotes, so that paths and URLs need none from the user.
     `classes` are those of the groups; "" has the settings without a group."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
     name, separator, value = text.partition("=")
     of_type = set(alternatives(_kind(name, classes)))
     if str not in of_type or {int, float} & of_type or not separator or value in ("", "null"):
