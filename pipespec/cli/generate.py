@@ -26,7 +26,7 @@ from pipespec.console.arguments import STDIN, AddParser, add_on, finish, overrid
 from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
 from pipespec.controller.cluster_status import read_status
 from pipespec.errors import PromptError, Unreachable
-from pipespec.system.validation import Unreadable, is_whole, read_text
+from pipespec.system.validation import is_whole, read_text, readable
 
 # Statistics that say what they are by more than their name.
 LABELS = {
@@ -86,10 +86,8 @@ def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
         )
     if text is None:
         source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
-        try:
+        with readable(f"{source} cannot be read", "pass --prompt TEXT", PromptError):
             text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
-        except Unreadable as error:
-            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
     if not text:
         raise PromptError("The prompt is empty; pass at least one character.")
     if not is_whole(text):

@@ -16,7 +16,7 @@ from pipespec.console.terminal import standard_input, write
 from pipespec.errors import ConfigError
 from pipespec.system.devices import num_cuda, require_device
 from pipespec.system.end_signals import say_ending
-from pipespec.system.validation import Unreadable
+from pipespec.system.validation import readable
 
 
 def add(add_parser: AddParser) -> None:
@@ -50,10 +50,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
     given = arguments.token
     if given == STDIN:
-        try:
+        with readable("The token cannot be read from standard input"):
             given = standard_input()
-        except Unreadable as error:
-            raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
 
     name = own_name() if arguments.name is None else str(host_name("--name", arguments.name))

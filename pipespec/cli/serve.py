@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -36,9 +37,10 @@ from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
 from pipespec.server.answer_record import AnswerRecord
 from pipespec.server.listener import bind_listener, connection_capacity
-from pipespec.server.options import SECONDS, WHOLE, ServerOptions
+from pipespec.server.options import ServerOptions
+from pipespec.settings import about
 from pipespec.system.exit_codes import SIGNALLED
-from pipespec.system.validation import Unreadable, read_text
+from pipespec.system.validation import read_text, readable
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
@@ -47,7 +49,7 @@ ANSWERS_VARIABLE = "PIPESPEC_ANSWERS"
 # A line of a file of keys that names the key, as the access log does.
 NAMED_KEY = re.compile(r"([\w.@-]+): +(.*)", re.ASCII)
 # What --limit sets of `ServerOptions`.
-LIMITS = [name for name, *_ in (*WHOLE, *SECONDS)]
+LIMITS = [entry.name for entry in fields(ServerOptions) if about(entry).limits]
 
 
 def add(add_parser: AddParser) -> None:
@@ -235,10 +237,8 @@ def read_keys(given: list[str]) -> list[tuple[str, str]]:
     environment. Raises ConfigError."""
     keys = [("", key) for key in given if not key.startswith("@")]
     for file in (key[1:] for key in given if key.startswith("@")):
-        try:
+        with readable(f"The file of keys {file!r} cannot be read"):
             found = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-        except Unreadable as error:
-            raise ConfigError(f"The file of keys {file!r} cannot be read: {error}.") from None
         if not found:
             raise ConfigError(f"The file of keys {file!r} holds none; write one per line.")
         keys += [(named[1], named[2]) if (named := NAMED_KEY.match(k)) else ("", k) for k in found]

@@ -53,7 +53,7 @@ from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import Placement, plan_slices, reason
 from pipespec.system.end_signals import Terminated, raise_swallowed
-from pipespec.system.validation import Unreadable, parse_json
+from pipespec.system.validation import Unreadable, parse_json, readable
 from pipespec.system.versions import own_version
 
 DEFAULT_NAME = "default"
@@ -109,13 +109,9 @@ def cluster_of(
     """Name and settings of the cluster that a command is to start. Raises ConfigError."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=True)
     if STDIN in rest:
-        try:
+        remedy = "write one per line, or a JSON list of texts"
+        with readable("The settings on standard input cannot be read", remedy):
             settings += parse_settings(standard_input())
-        except Unreadable as error:
-            raise ConfigError(
-                f"The settings on standard input cannot be read: {error}; write one per line, or a "
-                "JSON list of texts."
-            ) from None
     refuse_trace(settings, command)
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)

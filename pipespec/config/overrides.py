@@ -18,7 +18,7 @@ from pipespec.config.schema import RunConfig, masked
 from pipespec.errors import ConfigError
 from pipespec.limits import suggest
 from pipespec.settings import kinds
-from pipespec.system.validation import Unreadable, alternatives, read_json, typed
+from pipespec.system.validation import Unreadable, alternatives, read_json, readable, typed
 
 
 def with_files(overrides: Sequence[str]) -> list[str]:
@@ -38,10 +38,8 @@ def with_files(overrides: Sequence[str]) -> list[str]:
 
 def _times_of(file: str) -> list[str]:
     """The settings of an emulated machine with the times of a profile. Raises ConfigError."""
-    try:
+    with readable(f"The profile {file!r} cannot be read"):
         profile = read_json(file)
-    except Unreadable as error:
-        raise ConfigError(f"The profile {file!r} cannot be read: {error}.") from error
     times = profile.get("stage_ms") if isinstance(profile, dict) else None
     if not isinstance(times, list) or not times:
         raise ConfigError(
