@@ -1,5 +1,4 @@
-"""`pipespec up`: start a cluster that stays up for many requests. Above 350 lines, as it is one
-start, from its settings to its announcement."""
+"""`pipespec up`: start a cluster that stays up for many requests."""
 
 from __future__ import annotations
 
