@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipespec.cli.cache import checked
-from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import cluster_of
+from pipespec.cli.detach import Launcher, LauncherEnded, cluster_of
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import (
     RunningCluster,

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from pipespec.cli import host_admission
 from pipespec.cli.cache import checked, with_weights
-from pipespec.cli.detach import detached
+from pipespec.cli.detach import DEFAULT_NAME, cluster_of, detached
 from pipespec.cli.host_admission import HostAdmission
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
 from pipespec.client.local_cluster import running_cluster
@@ -23,7 +23,6 @@ from pipespec.client.registry import (
     INVITATION,
     Owner,
     RunningCluster,
-    check_name,
     claim,
     folder,
     kept_folder,
@@ -45,17 +44,15 @@ from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.config.schema import Config
-from pipespec.console.arguments import STDIN, AddParser, finish, overrides, refuse_trace
-from pipespec.console.terminal import progress, standard_input, write
+from pipespec.console.arguments import AddParser, finish
+from pipespec.console.terminal import progress, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import Placement, plan_slices, reason
 from pipespec.system.end_signals import Terminated, raise_swallowed
-from pipespec.system.validation import Unreadable, parse_json, readable
 from pipespec.system.versions import own_version
 
-DEFAULT_NAME = "default"
 # How often the ranks are checked.
 LOOK_S = 0.1
 # Settings that determine where requests are stored.
@@ -100,41 +97,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         announce(running, as_json=arguments.json, join_options=join_options)
         return 0
     return stay(arguments, name, settings, join_options)
-
-
-def cluster_of(
-    arguments: argparse.Namespace, rest: list[str], command: str
-) -> tuple[str, list[str]]:
-    """Name and settings of the cluster that a command is to start. Raises ConfigError."""
-    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
-    if STDIN in rest:
-        remedy = "write one per line, or a JSON list of texts"
-        with readable("The settings on standard input cannot be read", remedy):
-            settings += parse_settings(standard_input())
-    refuse_trace(settings, command)
-    name = default_name(settings) if arguments.name is None else arguments.name
-    check_name(name)
-    return name, settings
-
-
-def parse_settings(text: str) -> list[str]:
-    """Settings: one per line, or a JSON list. Raises Unreadable."""
-    if not text:  # the process that should write them may have ended
-        raise Unreadable("it is empty")
-    if not text.lstrip().startswith("["):
-        return [line.strip() for line in text.splitlines() if line.strip()]
-    settings = parse_json(text)
-    if not all(isinstance(setting, str) for setting in settings):
-        raise Unreadable('they must be texts, as in ["policy=level"]')
-    return settings
-
-
-def default_name(settings: Sequence[str]) -> str:
-    for text in settings:
-        key, _, value = text.partition("=")
-        if key == "cluster" and value.endswith((".yaml", ".yml")):
-            return load_hosts(value).name
-    return DEFAULT_NAME
 
 
 def stay(
