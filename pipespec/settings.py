@@ -71,11 +71,12 @@ def kinds(cls: type) -> Mapping[str, Any]:
 
 
 def check_settings(section: str, settings: Any) -> None:
-    """Raise ConfigError, which names `section`.<field>, unless all values of a dataclass of
-    settings are within the limits that its fields state."""
+    """Raise ConfigError, which names `section`.<field>, or without a section the field alone,
+    unless all values of a dataclass of settings are within the limits that its fields state."""
     of_type = kinds(type(settings))
     for entry in fields(settings):
-        its, value, name = about(entry), getattr(settings, entry.name), f"{section}.{entry.name}"
+        its, value = about(entry), getattr(settings, entry.name)
+        name = f"{section}.{entry.name}".removeprefix(".")
         if value is None:
             continue
         if its.choices:

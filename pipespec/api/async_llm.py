@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from anyio import CancelScope
 
@@ -36,13 +36,11 @@ from pipespec.config.compose import compose
 from pipespec.core import Request
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import ConfigError, PipespecError, RankFailed
+from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
 from pipespec.text import FinalText
 from pipespec.timing.clock import monotonic_ns
-
-if TYPE_CHECKING:  # it imports torch
-    from pipespec.head.policies.policy import SpeculationPolicy
 
 
 class AsyncLLM:
@@ -95,7 +93,7 @@ class AsyncLLM:
         """The cluster that `pipespec up` has started under this name; None: the only one. Raises
         ConfigError if there is none, or it is not ready."""
         llm = cls()
-        llm._running = registry.find(registry.entry(name).name)
+        llm._running = registry.find(name)
         return llm
 
     async def start(self) -> None:

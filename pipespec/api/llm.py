@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pipespec.api.async_llm import AsyncLLM
 from pipespec.api.outputs import RequestOutput
@@ -14,9 +14,7 @@ from pipespec.api.sampling_params import Sampling, SamplingParams
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.sync_client import LoopThread
 from pipespec.errors import PipespecError
-
-if TYPE_CHECKING:  # it imports torch
-    from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.policy import SpeculationPolicy
 
 
 class LLM:

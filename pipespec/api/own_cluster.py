@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from pipespec.client.local_cluster import own_entry
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
@@ -15,6 +17,7 @@ from pipespec.cluster import session
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
 from pipespec.errors import ConfigError, PipespecError, RankFailed
+from pipespec.head.policies.policy import SpeculationPolicy
 
 Path = str | os.PathLike[str]
 # How often the ranks, and whether the cluster is wanted, are looked at.
@@ -49,8 +52,6 @@ def overrides_of(
 def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
     if policy is None:
         return
-    from pipespec.head.policies.policy import SpeculationPolicy
-
     kind = type(policy)
     if not isinstance(policy, SpeculationPolicy):
         raise ConfigError(
@@ -80,8 +81,6 @@ def value_text(value: Any) -> str:
 def _item(value: Any) -> str:
     if not isinstance(value, str):
         return value_text(value)
-    from hydra.core.override_parser.types import Quote, QuotedString
-
     return QuotedString(text=value, quote=Quote.single).with_quotes()
 
 

@@ -6,24 +6,25 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from pipespec.console.arguments import finish, overrides, words
+from rich.table import Table
+
+from pipespec.cluster.decide import check_deployment, decide
+from pipespec.cluster.deployment.checks import chosen, require_fit, summary
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.weights.distribution import distribute_weights
+from pipespec.cluster.weights.plan import require_weights
+from pipespec.config.compose import compose
+from pipespec.console.arguments import AddParser, finish, overrides, words
 from pipespec.console.terminal import named_progress, show, write
+from pipespec.engine.checkpoint.parts.folder import CacheEntry, entries, remove
 from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
 
-if TYPE_CHECKING:
-    from pipespec.cluster.deployment.deployment import Deployment
-    from pipespec.console.arguments import Commands
-    from pipespec.engine.checkpoint.parts.folder import CacheEntry
 
-
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "cache",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="fetch weights to the hosts that compute them; list or remove what this host has",
         usage="pipespec cache list | pipespec cache prune [--all] [MODEL ...] | "
         "pipespec cache fetch [MODEL] [SETTING=VALUE ...], each with [--json]",
         description="`fetch` gets to every host the weights that its ranks compute, from the hub, "
@@ -43,11 +44,6 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.all:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
 
-    from pipespec.cluster.decide import decide
-    from pipespec.cluster.deployment.checks import require_fit
-    from pipespec.cluster.weights.plan import require_weights
-    from pipespec.config.compose import compose
-
     moved: dict[str, tuple[int, int]] = {}
     deployment = decide(compose(settings))
     require_fit(deployment)
@@ -65,9 +61,6 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def checked(deployment: Deployment, *, stays: bool) -> Deployment:
     """A deployment that can start, of which users are told. Raises ConfigError, ModelError."""
-    from pipespec.cluster.decide import check_deployment
-    from pipespec.cluster.deployment.checks import chosen, summary
-
     check_deployment(deployment, stays=stays)
     for line in filter(None, (chosen(deployment), summary(deployment))):
         show(line, stderr=True)
@@ -79,8 +72,6 @@ def with_weights(
 ) -> Deployment:
     """The deployment once its hosts have their weights, with a progress bar per host. `moved` gets,
     by host, how many of the bytes that it lacked have come, and how many it lacked."""
-    from pipespec.cluster.weights.distribution import distribute_weights
-
     found = {} if moved is None else moved
     with named_progress() as show_bytes:
 
@@ -92,8 +83,6 @@ def with_weights(
 
 
 def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from pipespec.engine.checkpoint.parts.folder import entries, remove
-
     names = words(rest, arguments.known_options)
     found = list(entries())
     unknown = [name for name in names if name not in {each.model for each in found}]
@@ -117,10 +106,6 @@ def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def show_entries(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from rich.table import Table
-
-    from pipespec.engine.checkpoint.parts.folder import entries
-
     if rest or arguments.all:
         raise ConfigError("`pipespec cache list` takes no models; did you mean prune?")
     found = list(entries())

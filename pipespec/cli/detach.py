@@ -1,7 +1,9 @@
-"""Runs `pipespec up` in a session of its own, for --detach and for `pipespec serve`."""
+"""Which cluster is to be started, and `pipespec up` in a session of its own, for --detach and for
+`pipespec serve`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,12 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 
-from pipespec.client.registry import LOG, RunningCluster, folder, held, kept_folder
-from pipespec.console.arguments import STDIN
+from pipespec.client.registry import LOG, RunningCluster, check_name, folder, held, kept_folder
+from pipespec.config.hosts import load_hosts
+from pipespec.console.arguments import STDIN, overrides, refuse_trace
+from pipespec.console.terminal import standard_input
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.exit_codes import SIGNALLED
 from pipespec.system.process_identity import die_with_parent
+from pipespec.system.validation import Unreadable, parse_json, readable
 
+DEFAULT_NAME = "default"
 # How often a loading cluster is checked.
 LOOK_S = 0.1
 MESSAGE = "pipespec: "
@@ -32,6 +38,41 @@ ENDED_ON_REQUEST = (
     0,
     *(code for number in (SIGINT, SIGTERM) for code in (SIGNALLED + number, -number)),
 )
+
+
+def cluster_of(
+    arguments: argparse.Namespace, rest: list[str], command: str
+) -> tuple[str, list[str]]:
+    """Name and settings of the cluster that a command is to start. Raises ConfigError."""
+    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
+    if STDIN in rest:
+        remedy = "write one per line, or a JSON list of texts"
+        with readable("The settings on standard input cannot be read", remedy):
+            settings += parse_settings(standard_input())
+    refuse_trace(settings, command)
+    name = default_name(settings) if arguments.name is None else arguments.name
+    check_name(name)
+    return name, settings
+
+
+def parse_settings(text: str) -> list[str]:
+    """Settings: one per line, or a JSON list. Raises Unreadable."""
+    if not text:  # the process that should write them may have ended
+        raise Unreadable("it is empty")
+    if not text.lstrip().startswith("["):
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    settings = parse_json(text)
+    if not all(isinstance(setting, str) for setting in settings):
+        raise Unreadable('they must be texts, as in ["policy=level"]')
+    return settings
+
+
+def default_name(settings: Sequence[str]) -> str:
+    for text in settings:
+        key, _, value = text.partition("=")
+        if key == "cluster" and value.endswith((".yaml", ".yml")):
+            return load_hosts(value).name
+    return DEFAULT_NAME
 
 
 class LauncherEnded(PipespecError):

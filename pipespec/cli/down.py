@@ -5,31 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import TYPE_CHECKING
 
 from pipespec.client.registry import Owner, clear, entry, left, note_end, server_of
-from pipespec.console.arguments import finish, refuse_settings
+from pipespec.console.arguments import AddParser, add_name, finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, PipespecError
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
 
 # How long to wait for a cluster that does not end.
 PATIENCE_S, LOOK_S = 30.0, 0.05
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "down",
-        help="end a cluster that `pipespec up` or `serve` started",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         description="End a cluster and wait until nothing of it is left but its log; the server "
         "too, if `pipespec serve` started it. Requests that are still open fail. Of a "
         "cluster that was killed, remove the files and the unfinished requests.",
     )
-    command.add_argument(
-        "name", nargs="?", metavar="NAME", help="the cluster (by default the only one)"
-    )
+    add_name(command)
     finish(command, run)
 
 

@@ -7,17 +7,26 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from pipespec.cli.cache import checked, with_weights
-from pipespec.console.arguments import STDIN, add_on, finish, overrides
+from pipespec.client import registry
+from pipespec.client.answers import Result, ask, write_trace
+from pipespec.client.local_cluster import asking
+from pipespec.client.model_info import CHARACTERS, ModelInfo
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import attach
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide, require_room
+from pipespec.cluster.deployment.checks import loading
+from pipespec.cluster.deployment.deployment import fit_context
+from pipespec.config.compose import compose
+from pipespec.console.arguments import STDIN, AddParser, add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
+from pipespec.controller.cluster_status import read_status
 from pipespec.errors import PromptError, Unreachable
-from pipespec.system.validation import Unreadable, is_whole, read_text
-
-if TYPE_CHECKING:
-    from pipespec.client.answers import Result
-    from pipespec.console.arguments import Commands
+from pipespec.system.validation import is_whole, read_text, readable
 
 # Statistics that say what they are by more than their name.
 LABELS = {
@@ -31,11 +40,9 @@ LABELS = {
 }
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "generate",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
         "[--stats] [--json] [MODEL] [SETTING=VALUE ...]",
         description="Decode one prompt: the text as it comes, then a line of figures.",
@@ -79,10 +86,8 @@ def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
         )
     if text is None:
         source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
-        try:
+        with readable(f"{source} cannot be read", "pass --prompt TEXT", PromptError):
             text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
-        except Unreadable as error:
-            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
     if not text:
         raise PromptError("The prompt is empty; pass at least one character.")
     if not is_whole(text):
@@ -96,14 +101,7 @@ def decode(
     """Decode a prompt on the running cluster of that name, or on one that is started for it and
     ended after it; also the last fault for which it waited. Raises ConfigError, Unreachable before
     any rank starts; RankFailed if one died: the others have been ended."""
-    from pipespec.client.model_info import CHARACTERS, ModelInfo
-    from pipespec.client.request_settings import RequestSettings
-
     if on is not None:
-        from pipespec.client import registry
-        from pipespec.client.answers import ask
-        from pipespec.client.sync_client import attach
-
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         ids = running.served.encode(prompt, chat=chosen.decode.chat)
@@ -113,23 +111,14 @@ def decode(
             after = last_fault(running.url, running.namespace)
         return result, None if after == before else after
 
-    from pipespec.cluster.decide import decide, require_room
-    from pipespec.config.compose import compose
-
     config = compose(settings)
     require_room(config)
-    deployment = checked(decide(config), stays=False)  # errors before slow imports
+    deployment = checked(decide(config), stays=False)
     chosen = RequestSettings.of(deployment.config)
     if len(prompt) > CHARACTERS * deployment.context:
         # Almost surely too long: it is refused before anything starts.
         ModelInfo.of(deployment).encode(prompt, chat=chosen.decode.chat)
     deployment = with_weights(deployment)
-
-    from pipespec.client.answers import ask, write_trace
-    from pipespec.client.local_cluster import asking
-    from pipespec.cluster import session
-    from pipespec.cluster.deployment.checks import loading
-    from pipespec.cluster.deployment.deployment import fit_context
 
     with (
         progress(loading(deployment), of_bytes=True) as (on_loaded,),
@@ -150,8 +139,6 @@ def decode(
 
 def last_fault(url: str, namespace: str) -> str | None:
     """When and why an epoch of a cluster ended last; None: none has, or its Redis is away."""
-    from pipespec.controller.cluster_status import read_status
-
     with suppress(Unreachable):
         if (status := read_status(url, namespace)) is not None:
             return status.last_fault
@@ -173,8 +160,6 @@ def print_statistics(result: Result, fault: str | None = None, *, full: bool = F
             )
         show(f"{summary}{waited}.", stderr=True)
         return
-    from rich.table import Table
-
     table = Table("", "", title=summary + waited, show_header=False, title_justify="left")
     for name, value in stats.items():
         if name == "overruns" and not stats["emulated"]:

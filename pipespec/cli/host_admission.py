@@ -10,25 +10,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
+from pipespec.cluster.decide import host_here
 from pipespec.cluster.deployment.deployment import Deployment, own_address
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
+from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.join.host_changes import HostChanges, measured, with_hosts
 from pipespec.cluster.join.host_steps import HostSteps
-from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.cluster.session import ClusterSession
+from pipespec.config.hosts import Host, HostsFile, load_hosts
+from pipespec.config.schema import Config
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.placement.costs import Problem
 from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL
-
-if TYPE_CHECKING:
-    from pipespec.cluster.host_link.host_session import HostSession
-    from pipespec.cluster.session import ClusterSession
-    from pipespec.config.hosts import Host
-    from pipespec.config.schema import Config
 
 # The way to them leads through the interface of the default route (RFC 5737, 3849); nothing is
 # sent.
@@ -213,8 +210,6 @@ def go_on_without(name: str, changes: HostChanges, on_log: OnLog) -> None:
 
 def hosts_of(config: Config) -> HostsFile:
     """The hosts that are known before any joins, as a hosts file says it. Raises ConfigError."""
-    from pipespec.cluster.decide import host_here
-
     if config.cluster.hosts is not None:
         return load_hosts(config.cluster.hosts)
     here = host_here(config.cluster)

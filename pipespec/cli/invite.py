@@ -6,15 +6,11 @@ import argparse
 import json
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipespec.client.registry import RunningCluster, find
-from pipespec.console.arguments import finish, refuse_settings
+from pipespec.console.arguments import AddParser, add_name, finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
 
 MINUTES, MOST_MINUTES = 60.0, 7 * 24 * 60.0
 MOST_HOSTS = 64
@@ -95,17 +91,13 @@ def parse_place(text: str) -> tuple[str, int]:
     return address, int(port)
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "invite",
-        help="print a command with which one more host joins a cluster",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         description="Print a command for another host, which then joins the cluster that "
         "`pipespec up --invite` started. It holds a secret that lets in one host, once, for a "
         "limited time.",
     )
-    command.add_argument(
-        "name", nargs="?", metavar="NAME", help="the cluster (by default the only one)"
-    )
+    add_name(command)
     command.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"how long it is valid ({MINUTES:g})"
     )
@@ -118,10 +110,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(
             f"--minutes is {arguments.minutes:g}, but must be above 0 and at most {MOST_MINUTES:g}."
         )
-    if arguments.name is None:
-        from pipespec.client.registry import entry
-
-        arguments.name = entry(None).name
     running = find(arguments.name)
     invitation = invitation_to(running, arguments.minutes)
     write(json.dumps(invitation) + "\n" if arguments.json else sentences(invitation))

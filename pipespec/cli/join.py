@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-from pipespec.console.arguments import STDIN, finish, list_of, words
+from pipespec.client.registry import noting_joined
+from pipespec.cluster.host_link.joined_host import JoinedHost
+from pipespec.cluster.host_link.token import Token
+from pipespec.config.entries import devices as checked
+from pipespec.config.entries import host_name
+from pipespec.config.hosts import own_name
+from pipespec.console.arguments import STDIN, AddParser, finish, list_of, words
 from pipespec.console.terminal import standard_input, write
 from pipespec.errors import ConfigError
+from pipespec.system.devices import num_cuda, require_device
 from pipespec.system.end_signals import say_ending
-from pipespec.system.validation import Unreadable
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands, words
+from pipespec.system.validation import readable
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "join",
-        help="let this host compute a part of a cluster that runs on another one",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         usage="pipespec join TOKEN [--devices DEVICE,...] [--name NAME] [--address ADDRESS]",
         description="Join the cluster that made TOKEN (`pipespec up --invite`, `pipespec invite`): "
         "this host is measured, gets the weights of its layers, and computes them until Ctrl-C. "
@@ -49,20 +50,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
     given = arguments.token
     if given == STDIN:
-        try:
+        with readable("The token cannot be read from standard input"):
             given = standard_input()
-        except Unreadable as error:
-            raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
 
-    from pipespec.client.registry import noting_joined
-    from pipespec.config.entries import host_name
-    from pipespec.config.hosts import own_name
-
     name = own_name() if arguments.name is None else str(host_name("--name", arguments.name))
-
-    from pipespec.cluster.host_link.joined_host import JoinedHost
-    from pipespec.cluster.host_link.token import Token
 
     token = Token.decode(given)
     host = JoinedHost(token, name, devices, arguments.address)
@@ -90,9 +82,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def devices_of(named: list[str] | None) -> list[str]:
-    from pipespec.config.entries import devices as checked
-    from pipespec.system.devices import num_cuda, require_device
-
     if named is None:
         return [f"cuda:{number}" for number in range(num_cuda())] or ["cpu"]
     found = [device for group in checked("--devices", named) for device in group]

@@ -5,30 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import TYPE_CHECKING
 
 from pipespec.client.registry import LOG, check_name, entries, entry, folder, log_of, up_here
-from pipespec.console.arguments import finish, refuse_settings
+from pipespec.console.arguments import AddParser, add_name, finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
 
 # How often a log is read that is followed, and how much of it at once.
 LOOK_S, CHARACTERS = 0.2, 1 << 16
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "logs",
-        help="what a cluster and its hosts have said",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         description="Print the log of a cluster that runs in the background: starts, faults, and "
         "what the workers of all its hosts print. The log stays when the cluster has ended.",
     )
-    command.add_argument(
-        "name", nargs="?", metavar="NAME", help="the cluster (by default the only or newest one)"
-    )
+    add_name(command, "the cluster (by default the only or newest one)")
     command.add_argument(
         "--follow", action="store_true", help="print what comes, until the cluster has ended"
     )

@@ -8,29 +8,38 @@ import json
 import os
 import re
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.cli.cache import checked
-from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import cluster_of
+from pipespec.cli.detach import Launcher, LauncherEnded, cluster_of
 from pipespec.client.model_info import full_name
-from pipespec.client.registry import asked_to_end, clear, find, left, log_of, serving
-from pipespec.console.arguments import finish, overrides
+from pipespec.client.registry import (
+    RunningCluster,
+    asked_to_end,
+    clear,
+    find,
+    left,
+    log_of,
+    serving,
+)
+from pipespec.cluster.decide import decide, require_room
+from pipespec.config.compose import compose
+from pipespec.console.arguments import AddParser, finish, overrides
 from pipespec.console.terminal import write
 from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
-from pipespec.server.options import SECONDS, WHOLE, ServerOptions
+from pipespec.server.answer_record import AnswerRecord
+from pipespec.server.listener import bind_listener, connection_capacity
+from pipespec.server.options import ServerOptions
+from pipespec.settings import about
 from pipespec.system.exit_codes import SIGNALLED
-from pipespec.system.validation import Unreadable, read_text
-
-if TYPE_CHECKING:
-    from pipespec.client.registry import RunningCluster
-    from pipespec.console.arguments import Commands
-    from pipespec.server.api_server import ClusterWatch
+from pipespec.system.validation import read_text, readable
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
@@ -39,14 +48,12 @@ ANSWERS_VARIABLE = "PIPESPEC_ANSWERS"
 # A line of a file of keys that names the key, as the access log does.
 NAMED_KEY = re.compile(r"([\w.@-]+): +(.*)", re.ASCII)
 # What --limit sets of `ServerOptions`.
-LIMITS = [name for name, *_ in (*WHOLE, *SECONDS)]
+LIMITS = [entry.name for entry in fields(ServerOptions) if about(entry).limits]
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "serve",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
         "[-] [MODEL] [SETTING=VALUE ...]",
         description="Start a cluster as `pipespec up` does and serve it to clients of "
@@ -120,9 +127,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             return answer_requests(arguments, listener, running.served.target, watch)
     name, settings = cluster_of(arguments, rest, "serve")
-    from pipespec.cluster.decide import decide, require_room
-    from pipespec.config.compose import compose
-
     config = compose(settings)
     with serving(name), ExitStack() as stack:
         listener = stack.enter_context(listening(arguments))
@@ -147,9 +151,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.answer_record import AnswerRecord
-    from pipespec.server.listener import bind_listener, connection_capacity
-
     options = read_options(arguments, "model")  # errors before all else
     connection_capacity(options.max_connections)
     if options.answers:
@@ -162,7 +163,7 @@ def answer_requests(
     arguments: argparse.Namespace,
     listener: socket.socket,
     target: str,
-    watch: ClusterWatch,
+    watch: Callable[[], RunningCluster | None],
 ) -> int:
     """Answer requests to a cluster until a signal asks for the end; the exit code."""
     import uvloop
@@ -235,10 +236,8 @@ def read_keys(given: list[str]) -> list[tuple[str, str]]:
     environment. Raises ConfigError."""
     keys = [("", key) for key in given if not key.startswith("@")]
     for file in (key[1:] for key in given if key.startswith("@")):
-        try:
+        with readable(f"The file of keys {file!r} cannot be read"):
             found = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-        except Unreadable as error:
-            raise ConfigError(f"The file of keys {file!r} cannot be read: {error}.") from None
         if not found:
             raise ConfigError(f"The file of keys {file!r} holds none; write one per line.")
         keys += [(named[1], named[2]) if (named := NAMED_KEY.match(k)) else ("", k) for k in found]

@@ -9,20 +9,18 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from pipespec.client.registry import Entry, JoinedCluster, entries, entry, joined, log_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.console.arguments import finish, refuse_settings
+from pipespec.console.arguments import AddParser, add_name, finish, refuse_settings
 from pipespec.console.terminal import show, table_of, write
+from pipespec.controller.cluster_status import ClusterStatus, labelled, read_status
+from pipespec.controller.membership import Membership
 from pipespec.errors import Unreachable
 from pipespec.transport.transport_settings import AUTO
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pipespec.console.arguments import Commands
-    from pipespec.controller.cluster_status import ClusterStatus
 
 LOADING, WAITING, READY, RECOVERING = "loading", "waiting", "ready", "recovering"
 SILENT = "no answer"
@@ -31,15 +29,13 @@ SEAL = "transport.seal="
 WATCH_S = 1.0
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "status",
-        help="the state of the clusters that `pipespec up` started",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         description="Show for every cluster, or for one, its ranks, its epoch, the faults "
         "that it has survived, and its open, queued and finished requests; of one cluster, also "
         "what each process of each host does.",
     )
-    command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
+    add_name(command, "which (all)")
     command.add_argument("--watch", action="store_true", help="show it every second, until Ctrl-C")
     finish(command, run)
 
@@ -83,9 +79,6 @@ def report(found: Entry, now: float) -> dict[str, Any]:
         "up_s": now - cluster.started,
     }
 
-    from pipespec.controller.cluster_status import read_status
-    from pipespec.controller.membership import Membership
-
     assigned, alive = None, {}
     try:
         status = read_status(cluster.url, cluster.namespace)
@@ -128,8 +121,6 @@ def processes(
 ) -> list[dict[str, Any]]:
     """Every worker, its rank if it has one, and what it does; of several that compute a rank
     together, the one that leads comes first. `alive` have a lease, `seal` is `transport.seal`."""
-    from pipespec.controller.cluster_status import labelled
-
     kinds = assigned.links(seal)
     links = [None, *("local" if k.local else "sealed" if k.sealed else "plain" for k in kinds)]
     active, busy, receive = (

@@ -1,5 +1,4 @@
-"""`pipespec up`: start a cluster that stays up for many requests. Above 350 lines, as it is one
-start, from its settings to its announcement."""
+"""`pipespec up`: start a cluster that stays up for many requests."""
 
 from __future__ import annotations
 
@@ -10,17 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from signal import SIGINT, Signals
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from pipespec.cli import host_admission
 from pipespec.cli.cache import checked, with_weights
-from pipespec.cli.detach import detached
+from pipespec.cli.detach import DEFAULT_NAME, cluster_of, detached
+from pipespec.cli.host_admission import HostAdmission
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
+from pipespec.client.local_cluster import running_cluster
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
     DATA,
     INVITATION,
     Owner,
     RunningCluster,
-    check_name,
     claim,
     folder,
     kept_folder,
@@ -30,36 +32,36 @@ from pipespec.client.registry import (
     remove_data,
 )
 from pipespec.client.request_settings import group
-from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
-from pipespec.console.terminal import progress, standard_input, write
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide, require_room
+from pipespec.cluster.deployment.checks import loading
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
+from pipespec.cluster.join.manual_host import Invitation
+from pipespec.cluster.processes.fault_stats import Fault
+from pipespec.cluster.redis_setup import require_same_model
+from pipespec.cluster.session import ClusterSession
+from pipespec.config.compose import compose
+from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.config.schema import Config
+from pipespec.console.arguments import AddParser, finish
+from pipespec.console.terminal import progress, write
 from pipespec.errors import ConfigError, PipespecError, print_error
+from pipespec.placement.costs import Problem
+from pipespec.placement.measurements import problem
+from pipespec.placement.slices import Placement, plan_slices, reason
 from pipespec.system.end_signals import Terminated, raise_swallowed
-from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
-if TYPE_CHECKING:
-    from pipespec.cli.host_admission import HostAdmission
-    from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
-    from pipespec.cluster.processes.fault_stats import Fault
-    from pipespec.cluster.session import ClusterSession
-    from pipespec.config.hosts import HostsFile
-    from pipespec.config.schema import Config
-    from pipespec.console.arguments import Commands
-    from pipespec.placement.costs import Problem
-    from pipespec.placement.slices import Placement
-
-DEFAULT_NAME = "default"
 # How often the ranks are checked.
 LOOK_S = 0.1
 # Settings that determine where requests are stored.
 KEEPING = ("controller.url=", "controller.data=", "controller=")
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "up",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="start a cluster that stays up for many requests",
         usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
         "[MODEL] [SETTING=VALUE ...]",
         description="Start a cluster here, or over SSH on the hosts of a hosts file, and keep it "
@@ -97,47 +99,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return stay(arguments, name, settings, join_options)
 
 
-def cluster_of(
-    arguments: argparse.Namespace, rest: list[str], command: str
-) -> tuple[str, list[str]]:
-    """Name and settings of the cluster that a command is to start. Raises ConfigError."""
-    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
-    if STDIN in rest:
-        try:
-            settings += parse_settings(standard_input())
-        except Unreadable as error:
-            raise ConfigError(
-                f"The settings on standard input cannot be read: {error}; write one per line, or a "
-                "JSON list of texts."
-            ) from None
-    refuse_trace(settings, command)
-    name = default_name(settings) if arguments.name is None else arguments.name
-    check_name(name)
-    return name, settings
-
-
-def parse_settings(text: str) -> list[str]:
-    """Settings: one per line, or a JSON list. Raises Unreadable."""
-    if not text:  # the process that should write them may have ended
-        raise Unreadable("it is empty")
-    if not text.lstrip().startswith("["):
-        return [line.strip() for line in text.splitlines() if line.strip()]
-    settings = parse_json(text)
-    if not all(isinstance(setting, str) for setting in settings):
-        raise Unreadable('they must be texts, as in ["policy=level"]')
-    return settings
-
-
-def default_name(settings: Sequence[str]) -> str:
-    for text in settings:
-        key, _, value = text.partition("=")
-        if key == "cluster" and value.endswith((".yaml", ".yml")):
-            from pipespec.config.hosts import load_hosts
-
-            return load_hosts(value).name
-    return DEFAULT_NAME
-
-
 def stay(
     arguments: argparse.Namespace,
     name: str,
@@ -147,8 +108,6 @@ def stay(
     """Run a cluster until a signal asks for its end. With --measure the hosts of its hosts file are
     measured first, and with `join_options`, by which other hosts join, always."""
     with claim(name) as note:
-        from pipespec.config.compose import compose
-
         config = compose(settings)
         if arguments.measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
@@ -163,18 +122,10 @@ def stay(
                 ),
             ):
                 if config.controller.data is None and (folder() / (name + DATA)).exists():
-                    from pipespec.cluster.redis_setup import require_same_model
-
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                deployment = checked(deployment, stays=True)  # errors before slow imports
-
-                from pipespec.client.local_cluster import running_cluster
-                from pipespec.client.model_info import ModelInfo
-                from pipespec.cluster import session
-                from pipespec.cluster.deployment.checks import loading
-
+                deployment = checked(deployment, stays=True)
                 deployment = with_weights(deployment)
                 with (
                     progress(loading(deployment), of_bytes=True) as (on_loaded,),
@@ -260,8 +211,6 @@ def invited(
     waiting = [host.name for host in deployment.hosts if host.by_hand]
 
     def begin(where: ControllerAddress) -> None:
-        from pipespec.cluster.join.manual_host import Invitation
-
         file = deployment.config.cluster.hosts
         waits_for = f"{', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there"
         note(waits_for)
@@ -288,10 +237,6 @@ def planned(
     join_options: JoinOptions | None,
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.decide import decide, require_room
-    from pipespec.config.hosts import load_hosts
-    from pipespec.placement.slices import plan_slices
-
     if join_options is None or join_options.hosts == 1:
         require_room(config)
     if join_options is None:
@@ -303,8 +248,6 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli import host_admission
-
     hosts_file = host_admission.hosts_of(config)
     address = host_admission.address_for_others(config, hosts_file.hosts, join_options)
     alone = host_admission.open_to_hosts(decide(config), address)  # errors before measuring
@@ -324,16 +267,11 @@ def planned(
 
 def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
     """What is to be laid out, by measured figures. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
-    from pipespec.placement.measurements import problem
-
     with progress("measuring") as (on_host,):
         return problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
 
 
 def explain(placement: Placement) -> None:
-    from pipespec.placement.slices import reason
-
     for rank, worker in enumerate(placement.workers_by_rank):
         piece = placement.layers[rank - 1] if rank else None
         holds = "the draft" if piece is None else f"layers {piece.start} to {piece.stop - 1}"

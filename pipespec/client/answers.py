@@ -12,7 +12,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import Client
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.controller.log_records import Accepted, Event, Finished
+from pipespec.controller.log_records import Accepted, Event, Finished, failure_of
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.text import FinalText
@@ -53,31 +53,21 @@ class Answer:
         return "".join(self.pieces)
 
     def receive(self, event: Event) -> str:
-        """The text that an event makes final."""
+        """The text that an event makes final. Raises what ends the request without an answer."""
         piece = ""
         if isinstance(event, Accepted):
             self.token_ids += event.tokens
             self.logprobs += event.logprobs
             piece = self.final_text.push(event.tokens)
         elif isinstance(event, Finished):
+            if failure := failure_of(event.reason):
+                raise failure
             self.finish_reason = event.reason
             piece = self.final_text.flush()
         else:
             self.prompt_logprobs += event.logprobs
         self.pieces.append(piece)
         return piece
-
-
-def gather(
-    events: Iterable[Event],
-    text: FinalText,
-    on_text: Callable[[str], None] = lambda piece: None,
-) -> Answer:
-    """The answer that events make; `on_text` is called with each final piece of text."""
-    answer = Answer(text)
-    for event in events:
-        on_text(answer.receive(event))
-    return answer
 
 
 # Statistics that are milliseconds; `tokens_per_s` is the inverse of one.
@@ -153,12 +143,12 @@ def ask(
     served = client.served
     sampling = settings.params(fresh_seed=fresh_seed())
     enqueued = monotonic_ns()
-    text = FinalText(served.tokenizer, prompt, settings.decode.stop)
-    try:
-        request = client.submit(prompt, sampling, **settings.fields(served))
-        answer = gather(client.events(request), text, on_text)
-    finally:
-        client.leave()
+    answer = Answer(FinalText(served.tokenizer, prompt, settings.decode.stop))
+    with client.follow() as followed:
+        request = client.run(followed.submit(prompt, sampling, **settings.fields(served)))
+        while len(followed):
+            for _, event in client.run(followed.next()):
+                on_text(answer.receive(event))
     reports = client.reports(request)
     logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
     of_prompt = [None, *map(_report, prompt[1:], answer.prompt_logprobs)]

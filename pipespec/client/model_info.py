@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.client.chat_template import (
     PROBE_TOOL,
@@ -18,6 +18,7 @@ from pipespec.client.chat_template import (
     left_out,
     with_end,
 )
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.errors import ModelError, PromptError
@@ -28,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 16
-
-if TYPE_CHECKING:  # `pipespec status` can do without
-    from pipespec.cluster.deployment.deployment import Deployment
 
 
 @dataclass(frozen=True)

@@ -342,12 +342,14 @@ def entry(name: str | None) -> Entry:
     raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.{here}")
 
 
-def find(name: str) -> RunningCluster:
-    """A cluster that is ready. Raises ConfigError."""
-    cluster = entry(name).cluster
-    if cluster is None:
-        raise ConfigError(f"The cluster {name!r} is still loading; ask again when it is ready.")
-    return cluster
+def find(name: str | None) -> RunningCluster:
+    """A cluster that is ready: of that name, or the only one. Raises ConfigError."""
+    found = entry(name)
+    if found.cluster is None:
+        raise ConfigError(
+            f"The cluster {found.name!r} is still loading; ask again when it is ready."
+        )
+    return found.cluster
 
 
 def check_name(name: str) -> None:

@@ -23,7 +23,7 @@ from pipespec.engine.llguidance_backend import (
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.sampling.params import SamplingConfig
-from pipespec.system.validation import Unreadable, read_json
+from pipespec.system.validation import read_json, readable
 
 # What a request may choose, and what looks alike but was settled when the cluster started.
 PER_REQUEST = ("decode", "sampling")
@@ -92,10 +92,8 @@ def grammar_of(decode: DecodeConfig) -> str:
         return ""
     if decode.json_schema is None:
         return grammar_for(decode.form, "regex", decode.regex or "")
-    try:
+    with readable(f"The schema {decode.json_schema!r} cannot be read"):
         return grammar_for(decode.form, "json", read_json(decode.json_schema))
-    except Unreadable as error:
-        raise ConfigError(f"The schema {decode.json_schema!r} cannot be read: {error}.") from None
 
 
 def grammar_for(name: str, kind: str, value: Any) -> str:

@@ -1,11 +1,11 @@
 """Asynchronous code for callers that block: an event loop in a thread of its own (`LoopThread`),
-and `AsyncClient` in one. `Client.follow` is for several requests whose events are read together."""
+and `AsyncClient` in one."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
 
@@ -15,8 +15,6 @@ from pipespec.client import async_client
 from pipespec.client.async_client import AsyncAnswer, AsyncClient, OwnCluster
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.controller.log_records import Event, Finished, failure_of
-from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
 from pipespec.timing.stats import Report
 
@@ -95,64 +93,25 @@ class Client:
     """`run` has a coroutine of what `follow` yields done; it returns or raises what that does."""
 
     def __init__(self, thread: LoopThread[AsyncClient]):
+        self.thread = thread
         self.run = thread.run
-        self._client = thread.resource
-        self.served: ModelInfo = self._client.served
-        self._submitted: dict[int, AsyncAnswer] = {}  # each that `events` has not read to its end
-
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
-        """Put a request in the queue; its number. As `AsyncAnswer.submit`."""
-        answer = AsyncAnswer(self._client)
-        try:
-            request = self.run(answer.submit(prompt, sampling, **asked))
-            self._submitted[request] = answer
-        except KeyboardInterrupt:  # it may be in the queue already, and its number unknown
-            self._leave(answer)
-            raise
-        return request
-
-    def events(self, request: int) -> Iterator[Event]:
-        """The events of a request, from its first on; Finished is the last. Raises RankFailed if
-        the cluster ends before the request does, or the request was given up, and GrammarError."""
-        answer = self._submitted.get(request)
-        if answer is None:  # it was read before, or submitted by another client
-            answer = AsyncAnswer(self._client)
-            self.run(answer.add(request))
-        while len(answer):
-            for _, event in self.run(answer.next()):
-                if isinstance(event, Finished):
-                    self._submitted.pop(request, None)
-                    if failure := failure_of(event.reason):
-                        raise failure
-                yield event
+        self.served: ModelInfo = thread.resource.served
 
     @contextmanager
     def follow(self) -> Iterator[AsyncAnswer]:
         """Requests that are followed together; what has not finished at the end is cancelled."""
-        answer = AsyncAnswer(self._client)
+        answer = AsyncAnswer(self.thread.resource)
+
+        async def leave() -> None:
+            answer.leave()
+
         try:
             yield answer
         finally:
-            self._leave(answer)
-
-    def cancel(self, request: int) -> None:
-        """End a request of any user. Raises Unreachable, UnknownRequest."""
-        self.run(self._client.log.cancel(request))
+            self.run(leave())
 
     def reports(self, request: int) -> list[Report]:
-        return self.run(self._client.reports(request))
-
-    def leave(self) -> None:
-        """Cancel what was submitted and not read to its end."""
-        self._leave(*self._submitted.values())
-        self._submitted.clear()
-
-    def _leave(self, *answers: AsyncAnswer) -> None:
-        async def leaving() -> None:
-            for answer in answers:
-                answer.leave()
-
-        self.run(leaving())
+        return self.run(self.thread.resource.reports(request))
 
 
 @contextmanager
@@ -160,8 +119,7 @@ def attach(
     running: RunningCluster, patience: float = PATIENCE_S, own: OwnCluster | None = None
 ) -> Iterator[Client]:
     """Connect to a running cluster, whose ranks are loaded; `patience` and `own` are as for
-    `AsyncClient`. Raises Unreachable without answer. What was submitted and not read to its end
-    stays open."""
+    `AsyncClient`. Raises Unreachable without answer."""
     manager = async_client.attach(running, patience, follows_restarts=False, own=own)
     with closing(LoopThread(manager)) as thread:
         try:

@@ -10,6 +10,8 @@ from importlib import import_module
 from inspect import isabstract
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from pipespec.config.schema import RunConfig
 from pipespec.errors import ConfigError, is_of_extras
 from pipespec.limits import suggest
@@ -146,8 +148,6 @@ def _imported(name: str) -> Any:
 
 
 def _read(name: str) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         found = yaml.load((resource_dir("conf") / f"{name}.yaml").read_bytes(), loader)

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pipespec.config.choices import default_choices, options, read_choice
 from pipespec.config.overrides import (
@@ -20,14 +23,10 @@ from pipespec.config.overrides import (
 )
 from pipespec.config.schema import Config, RunConfig, masked
 from pipespec.errors import ConfigError
+from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.limits import suggest
 from pipespec.system.devices import num_cuda
 from pipespec.system.folders import resource_dir
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from pipespec.head.policies.policy import SpeculationPolicy
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -40,8 +39,6 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
     """Some sections; the limits of the others are not checked. Raises ConfigError."""
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         node = _compose(overrides)
         return [_build(name, node) for name in names]
@@ -67,8 +64,6 @@ def chosen_in(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    from omegaconf import OmegaConf
-
     texts = with_files(overrides)
     names, chosen_here = default_choices(), chosen_in(overrides)
     if any(text.startswith("model.target=") for text in texts):
@@ -112,8 +107,6 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
 
 def _build(name: str, node: DictConfig) -> Any:
-    from omegaconf import OmegaConf
-
     section = node[name]
     if not OmegaConf.is_dict(section):
         return section

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
 
 from pipespec.config.choices import groups
 from pipespec.config.hosts import load_hosts
@@ -14,10 +18,7 @@ from pipespec.config.schema import RunConfig, masked
 from pipespec.errors import ConfigError
 from pipespec.limits import suggest
 from pipespec.settings import kinds
-from pipespec.system.validation import Unreadable, alternatives, read_json, typed
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+from pipespec.system.validation import Unreadable, alternatives, read_json, readable, typed
 
 
 def with_files(overrides: Sequence[str]) -> list[str]:
@@ -37,10 +38,8 @@ def with_files(overrides: Sequence[str]) -> list[str]:
 
 def _times_of(file: str) -> list[str]:
     """The settings of an emulated machine with the times of a profile. Raises ConfigError."""
-    try:
+    with readable(f"The profile {file!r} cannot be read"):
         profile = read_json(file)
-    except Unreadable as error:
-        raise ConfigError(f"The profile {file!r} cannot be read: {error}.") from error
     times = profile.get("stage_ms") if isinstance(profile, dict) else None
     if not isinstance(times, list) or not times:
         raise ConfigError(
@@ -68,9 +67,6 @@ def no_setting(text: str) -> ConfigError:
 
 def parse(text: str) -> Override:
     """One override as Hydra reads it. Raises ConfigError."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     if "=" not in text:
         raise no_setting(text)
     try:
@@ -94,8 +90,6 @@ def parse(text: str) -> Override:
 def quoted(text: str, classes: Mapping[str, type]) -> str:
     """The override with a text value in quotes, so that paths and URLs need none from the user.
     `classes` are those of the groups; "" has the settings without a group."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
     name, separator, value = text.partition("=")
     of_type = set(alternatives(_kind(name, classes)))
     if str not in of_type or {int, float} & of_type or not separator or value in ("", "null"):

@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.controller.controller_settings import ControllerConfig
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposer import ProposerConfig
 from pipespec.limits import (
     A_DEVICE,
     DEVICE,
@@ -23,13 +25,9 @@ from pipespec.limits import (
 from pipespec.sampling.params import SamplingConfig
 from pipespec.settings import check_settings, setting
 from pipespec.system.validation import shown
+from pipespec.timing.clock import StepClock
+from pipespec.transport.transport import LinkDelay
 from pipespec.transport.transport_settings import TransportConfig
-
-if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
-    from pipespec.head.policies.policy import SpeculationPolicy
-    from pipespec.head.proposer import ProposerConfig
-    from pipespec.timing.clock import StepClock
-    from pipespec.transport.transport import LinkDelay
 
 MAX_CHUNK = 65536  # prompt tokens in a batch
 MAX_SEQS = 4096  # requests that are open at once

@@ -6,12 +6,9 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pipespec.errors import ConfigError
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction["Parser"]
 
 STDIN = "-"
 # What options of vLLM and llama.cpp are called here.
@@ -60,6 +57,14 @@ class Parser(argparse.ArgumentParser):
         lines = [f"  {s.name}={s.default}".ljust(34) + f"  {s.note}".rstrip() for s in settings()]
         models = "MODEL, -m MODEL and --model MODEL are model.target=MODEL; --draft is model.draft."
         return "\n".join([text, models, "", "settings and their defaults:", *lines, ""])
+
+
+# Makes the parser of a command, of its options.
+AddParser = Callable[..., Parser]
+
+
+def add_name(command: Parser, sentence: str = "the cluster (by default the only one)") -> None:
+    command.add_argument("name", nargs="?", metavar="NAME", help=sentence)
 
 
 def finish(command: Parser, run: Callable[[argparse.Namespace, list[str]], int]) -> None:

@@ -6,16 +6,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
 
 from pipespec.errors import PipespecError
 from pipespec.system.exit_codes import OutputClosedError
 from pipespec.system.validation import MOST_BYTES, Unreadable, decode
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, TaskID
-    from rich.table import Table
 
 
 def write(text: str) -> None:
@@ -46,8 +55,6 @@ def standard_input() -> str:
 
 
 def _console(*, stderr: bool) -> Console:
-    from rich.console import Console
-
     class Plain(Console):
         def on_broken_pipe(self) -> None:
             raise OutputClosedError
@@ -71,8 +78,6 @@ def output(name: str = "Standard output") -> Iterator[None]:
 
 
 def _bars(*columns: ProgressColumn) -> Progress:
-    from rich.progress import Progress
-
     out = _console(stderr=True)
     hidden = not out.is_terminal
     return Progress(*columns, console=out, transient=True, redirect_stdout=False, disable=hidden)
@@ -83,8 +88,6 @@ def progress(*names: str, of_bytes: bool = False) -> Iterator[list[Callable[[int
     """Bars on a terminal until all are full, with the time that they have taken, and `of_bytes`
     their speed; one of which nothing is done yet moves to and fro. Yields what moves each: how
     much, of how much."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-
     speed = [TransferSpeedColumn()] if of_bytes else []
     shown = TextColumn("{task.description}"), BarColumn(), *speed, TimeElapsedColumn()
     with _bars(*shown) as bars:
@@ -101,8 +104,6 @@ def progress(*names: str, of_bytes: bool = False) -> Iterator[list[Callable[[int
 def named_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Bars of bytes on a terminal, which go when the block ends; else nothing. Yields what moves
     the bar of a name: bytes done, and of how many. It may be called from several threads."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-
     shown = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with _bars(*shown) as bars:
         names: dict[str, TaskID] = {}
@@ -117,9 +118,6 @@ def named_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def table_of(title: str, *headings: str, left: int = 1) -> Table:
     """A table with `left` columns that are aligned to the left, and others to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD, padding=0, title=title or None, title_justify="left")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right")

@@ -20,7 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
+from pipespec.errors import PipespecError
+from pipespec.server.api_errors import (
+    ApiError,
+    api_error_of,
+    cluster_unavailable,
+    validation_failed,
+)
 from pipespec.server.dialect import body_routes, dialects, error_reply, public_routes
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, Check, HostCheck, OriginCheck
@@ -146,6 +152,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: ApiError) -> Response:
         return error_reply(request.url.path, error)
 
+    @app.exception_handler(PipespecError)
+    async def failed(request: Request, error: PipespecError) -> Response:
+        return error_reply(request.url.path, api_error_of(error))
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return await refused(request, validation_failed(error.errors()))
@@ -166,8 +176,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def internal_error(request: Request, _: Exception) -> Response:
         # uvicorn writes the traceback to the log.
-        failed = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed; see its log.")
-        return await refused(request, failed)
+        why = "The server failed; see its log."
+        return await refused(request, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, why))
 
 
 def _allowed_methods(request: Request) -> str:

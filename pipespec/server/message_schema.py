@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -11,7 +10,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
+    GetPydanticSchema,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
@@ -34,26 +33,18 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-@dataclass(frozen=True)
-class Accepts:
+def accepts(kind: Any, must: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
     """Annotates a field that accepts values of a type, which `convert` converts. `must` describes
     them, in place of pydantic's message for each alternative."""
 
-    kind: Any
-    must: str
-    convert: Callable[[Any], Any] = lambda value: value
-
-    def __get_pydantic_core_schema__(
-        self, _: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        inner = handler.generate_schema(self.kind)
-        return core_schema.no_info_wrap_validator_function(self._validate, inner)
-
-    def _validate(self, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def validate(value: Any, as_kind: ValidatorFunctionWrapHandler) -> Any:
         try:
-            return self.convert(validate(value))
+            return convert(as_kind(value))
         except ValidationError:
-            raise ValueError(f"is {shown(value)}, but must be {self.must}") from None
+            raise ValueError(f"is {shown(value)}, but must be {must}") from None
+
+    made = core_schema.no_info_wrap_validator_function
+    return GetPydanticSchema(lambda _, handler: made(validate, handler.generate_schema(kind)))
 
 
 # --- messages ---------------------------------------------------------------------------------
@@ -72,10 +63,10 @@ def as_content(value: Any) -> Any:
     return [text_part(part.text) for part in value] if isinstance(value, list) else value
 
 
-def contents(kind: Any, types: str) -> Accepts:
+def contents(kind: Any, types: str) -> Any:
     """Annotates a text that may be given as parts of these types."""
     must = f"a text or a list of parts; the model reads parts of type {types} alone"
-    return Accepts(kind, must, as_content)
+    return accepts(kind, must, as_content)
 
 
 def _arguments(value: Any) -> Any:
@@ -213,7 +204,7 @@ class ToolsChoice(RequestModel):
 _AnyChoice = Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None
 ToolChoice = Annotated[
     _AnyChoice,
-    Accepts(
+    accepts(
         _AnyChoice,
         "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': "

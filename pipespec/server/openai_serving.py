@@ -19,12 +19,11 @@ from starlette.responses import Response
 
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
+from pipespec.errors import UnknownRequest, Unreachable
 from pipespec.server.answer_record import AnswerRecord
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
-    api_error_of,
     cluster_unavailable,
 )
 from pipespec.server.dialect import body_routes
@@ -71,7 +70,8 @@ class OpenAIServing:
     """Answers the requests to one server with one cluster. Between requests it keeps only metrics,
     and `history`, what they were in the last hour.
 
-    The methods that are routes raise ApiError; their docstrings are in /openapi.json.
+    The methods that are routes raise ApiError, and PipespecError where the cluster does; their
+    docstrings are in /openapi.json.
 
     With `private_prefixes`, only requests with the same API key share prefix-cache entries: cached
     tokens and times would reveal what others have sent. Their cache salt is an HMAC of the key and
@@ -185,10 +185,7 @@ class OpenAIServing:
         request.state.text = stream  # for the access log
         async with AsyncExitStack() as unless_submitted:
             unless_submitted.push_async_callback(stream.close)
-            try:
-                await stream.submit()
-            except PipespecError as error:
-                raise api_error_of(error) from error
+            await stream.submit()
             unless_submitted.pop_all()
         return stream
 
@@ -216,13 +213,10 @@ class OpenAIServing:
 
     async def kept(self, request: Request, reply: str, *, forget: bool = False) -> Any:
         """What is kept (`ReplyFormat.kept`) under an id and the request's API key, or None; with
-        `forget` it is kept no longer, and the result is whether it was. Raises ApiError."""
+        `forget` it is kept no longer, and the result is whether it was. Raises Unreachable."""
         log = self.client.log
         look = log.forget_conversation if forget else log.conversation
-        try:
-            return await look(kept_name(reply, request.state.api_key_digest))
-        except PipespecError as error:
-            raise api_error_of(error) from error
+        return await look(kept_name(reply, request.state.api_key_digest))
 
     async def cancel(self, number: int) -> None:
         if self.client.away:
@@ -232,8 +226,6 @@ class OpenAIServing:
         except UnknownRequest:
             message = f"There is no request {number}."
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="request") from None
-        except ControllerError as error:
-            raise api_error_of(error) from None
 
     # --- models and tokens --------------------------------------------------------------------
 
@@ -294,8 +286,5 @@ class OpenAIServing:
         """Whether the cluster answers requests, and its log can be written: 200 or 503."""
         if await self.cluster_status() is None:
             raise cluster_unavailable()
-        try:
-            await self.client.log.check_writable()
-        except ControllerError as error:
-            raise api_error_of(error) from None
+        await self.client.log.check_writable()
         return {"status": "ok"}

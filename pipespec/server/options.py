@@ -6,9 +6,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_number, check_whole
+from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_whole
+from pipespec.server.tool_parsers.families import FAMILIES
+from pipespec.settings import check_settings, setting
 
 ANY = "*"
 _ORIGIN = re.compile(
@@ -23,20 +26,15 @@ FIELDS_BYTES = 2**20
 TOKEN_BYTES = 64
 # Characters of a model's name and of a key, which a request's headers must have room for.
 LONGEST_MODEL_NAME, LONGEST_KEY = 512, 1024
-# Limits of options that are whole numbers, and the least of those that are seconds.
-WHOLE = (
-    ("max_queued_requests", 1, MAX_COUNT),
-    ("max_queued_tokens", 1, MAX_COUNT),
-    ("max_body_bytes", 1, MAX_COUNT),
-    ("preparation_threads", 1, 64),
-    ("max_connections", 1, MAX_COUNT),
-    ("max_connections_per_address", 1, MAX_COUNT),
-    ("max_header_bytes", 1024, MAX_COUNT),  # clients' usual headers need so many
-)
-SECONDS = (
-    *(("preparation_timeout", 0.1), ("header_timeout", 0.1), ("body_timeout", 0.1)),
-    *(("patience", 0), ("shutdown_timeout", 0)),
-)
+
+
+def limit(default: float | None, least: float, most: float = MAX_COUNT) -> Any:
+    """An option that `--limit` sets, of at least and at most so much."""
+    return setting(default, "", limits=(least, most))
+
+
+def seconds(default: float, shortest: float = 0.1) -> Any:
+    return limit(default, shortest, MAX_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,18 @@ class ServerOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_names: tuple[str, ...] = ()
     access_log: bool = False
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1_000_000
-    patience: float = 600.0
-    shutdown_timeout: float = 30.0
-    max_body_bytes: int | None = None
-    preparation_threads: int = 4
-    preparation_timeout: float = 10.0
-    max_connections: int = 2048
-    max_connections_per_address: int = 1024
-    max_header_bytes: int = 32 * 2**10
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
+    max_queued_requests: int = limit(1024, 1)
+    max_queued_tokens: int = limit(1_000_000, 1)
+    patience: float = seconds(600.0, 0)
+    shutdown_timeout: float = seconds(30.0, 0)
+    max_body_bytes: int | None = limit(None, 1)
+    preparation_threads: int = limit(4, 1, 64)
+    preparation_timeout: float = seconds(10.0)
+    max_connections: int = limit(2048, 1)
+    max_connections_per_address: int = limit(1024, 1)
+    max_header_bytes: int = limit(32 * 2**10, 1024)  # clients' usual headers need so many
+    header_timeout: float = seconds(10.0)
+    body_timeout: float = seconds(60.0)
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     answers: str = ""
@@ -87,15 +85,8 @@ class ServerOptions:
     tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
-        from pipespec.server.tool_parsers.families import FAMILIES  # no other command needs regex
-
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
-        for name, least, most in WHOLE:
-            value = getattr(self, name)
-            if value is not None or name != "max_body_bytes":
-                check_whole(name, value, least, most)
-        for name, shortest in SECONDS:
-            check_number(name, getattr(self, name), shortest, MAX_SECONDS)
+        check_settings("", self)
         for name in self.names:
             if not 0 < len(name) <= LONGEST_MODEL_NAME or not name.isprintable():
                 raise ConfigError(

@@ -23,7 +23,7 @@ from pipespec.sampling.params import (
     MIN_SEED,
 )
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.message_schema import Accepts, Message, RequestModel, ToolChoice, Tools
+from pipespec.server.message_schema import Message, RequestModel, ToolChoice, Tools, accepts
 from pipespec.server.response_format import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128  # of one prompt
@@ -90,7 +90,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Texts = Annotated[
     list[str],
-    Accepts(
+    accepts(
         _Stop | _Stops | None,
         f"a text or a list of up to {MAX_STOPS} texts of up to {MAX_STOP} characters, none empty",
         lambda value: [value] if isinstance(value, str) else value or [],
@@ -102,7 +102,7 @@ _Prompts = Annotated[
 ]
 Prompts = Annotated[
     list[str | list[int]],
-    Accepts(
+    accepts(
         _Text | _Prompt | _Prompts,
         f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either, none of them "
         "empty",
@@ -120,7 +120,7 @@ _BIASES = {
 }
 Biases = Annotated[
     tuple[tuple[int, float], ...],
-    Accepts(
+    accepts(
         Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASED)] | None,
         f"an object of up to {MAX_BIASED} token ids and biases from {-MAX_BIAS:g} to {MAX_BIAS:g}",
         lambda value: tuple({int(token): bias for token, bias in (value or {}).items()}.items()),

@@ -260,7 +260,7 @@ def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
 async def full_response(
     stream: ResponseStream, reply_format: ReplyFormat, request: HttpRequest
 ) -> Response:
-    """The answers in one reply, unless the client disconnects before. Raises ApiError."""
+    """The answers in one reply, unless the client disconnects before. Raises PipespecError."""
     collecting = asyncio.ensure_future(_collect(stream, reply_format))
     disconnected = asyncio.ensure_future(_until_disconnected(request))
     try:
@@ -268,8 +268,6 @@ async def full_response(
         if not collecting.done():
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(collecting.result(), media_type="application/json")
-    except PipespecError as error:
-        raise api_error_of(error) from error
     finally:
         for task in (collecting, disconnected):
             task.cancel()

@@ -12,10 +12,13 @@ import reprlib
 import stat
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pipespec.errors import ConfigError, PipespecError
 
 # More than any settings, registry entries, figures or index of a checkpoint take.
 MOST_BYTES = 64 * 2**20
@@ -38,6 +41,17 @@ def reason(error: Exception, *, named: bool = True) -> str:
 
 class Missing(Unreadable):
     """There is no such file."""
+
+
+@contextmanager
+def readable(
+    what: str, remedy: str = "", kind: type[PipespecError] = ConfigError
+) -> Iterator[None]:
+    """Around what raises Unreadable: its clause between others, as the sentence of an error."""
+    try:
+        yield
+    except Unreadable as error:
+        raise kind(f"{what}: {error}{remedy and f'; {remedy}'}.") from error
 
 
 # --- files ------------------------------------------------------------------------------------

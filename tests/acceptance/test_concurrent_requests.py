@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.local_cluster import Running
 from pipespec.client.request_settings import RequestSettings
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import read_status
@@ -22,6 +21,7 @@ from tests.helpers.clusters import Clusters
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
 from tools.rig import cluster
+from tools.rig.requests import Running
 
 pytestmark = pytest.mark.slow
 TOKENS = 24

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
+from tools.rig.requests import Running, running
 
 
 class Clusters:

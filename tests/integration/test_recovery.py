@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from pipespec.client.local_cluster import Running
 from pipespec.config.compose import compose
 from pipespec.config.hosts import own_name
 from pipespec.controller import embedded_redis
@@ -30,6 +29,7 @@ from tests.helpers import heads
 from tests.helpers.clusters import Clusters
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
+from tools.rig.requests import Running
 
 PROMPT = "Once upon a time there was a king who had three sons and"
 DEMO = resource_dir("demo")

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.sync_client import Client
 from pipespec.controller import data_folder, epoch_control
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
@@ -32,6 +31,7 @@ from tests.helpers.redis_tls import Between, redis_server
 from tests.helpers.waiting import until
 from tools.rig import testbed
 from tools.rig.log import client_of
+from tools.rig.requests import RequestClient
 from tools.rig.testbed import Testbed
 
 NAMESPACE = "restart"
@@ -47,13 +47,13 @@ def server() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture
-def user(server: EmbeddedRedis) -> Iterator[Client]:
+def user(server: EmbeddedRedis) -> Iterator[RequestClient]:
     epoch_control.begin_epoch(server.url, NAMESPACE)
     with client_of(server.url, NAMESPACE) as client:
         yield client
 
 
-def ask(user: Client) -> int:
+def ask(user: RequestClient) -> int:
     """The number of a request that was put in the queue."""
     return user.submit(sampling=SamplingParams(), **ASKED)
 
@@ -291,7 +291,7 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
 
 
 def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
-    server: EmbeddedRedis, user: Client
+    server: EmbeddedRedis, user: RequestClient
 ) -> None:
     with user.follow() as followed:
         request = user.run(followed.submit(sampling=SamplingParams(), **ASKED))
@@ -315,7 +315,7 @@ def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
             ask(user)
 
 
-def test_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:
+def test_client_continues_after_the_restart(server: EmbeddedRedis, user: RequestClient) -> None:
     """Whether it was idle meanwhile or asked while Redis was away."""
     first = ask(user)
     server.restart()

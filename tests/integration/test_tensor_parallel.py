@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.decide import decide
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted
@@ -22,6 +21,7 @@ from pipespec.system.folders import resource_dir
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
 from tools.rig.cluster import reference
+from tools.rig.requests import Running, running
 
 TOKENS = 24
 OFTEN = ("policy=best_first",)

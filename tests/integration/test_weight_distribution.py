@@ -26,7 +26,6 @@ from gguf import GGMLQuantizationType
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.checks import require_fit
 from pipespec.config.compose import compose
@@ -41,6 +40,7 @@ from tests.helpers.hub import COMMIT, Hub, used
 from tests.helpers.shards import shard
 from tools.rig.cluster import reference
 from tools.rig.gguf_files import write
+from tools.rig.requests import running
 
 ROOT = Path(__file__).parents[2]
 DEMO = resource_dir("demo")

@@ -28,7 +28,7 @@ ENDING_S = 30.0
 
 def understood(words: list[str]) -> list[str]:
     """The settings of a `pipespec serve`, which the command line and Hydra accept."""
-    arguments, rest = _parser().parse_known_args(words)
+    arguments, rest = _parser(words).parse_known_args(words)
     assert arguments.command is serve.run
     settings = overrides(rest, arguments.known_options)
     compose([text for text in settings if "/models/" not in text])
@@ -81,7 +81,7 @@ def test_command_and_health_check_fit_the_server() -> None:
     assert command.exec_form is not None
     assert understood(command.exec_form) == []
     (exposed,) = DOCKERFILE.final.of("EXPOSE")
-    arguments, _ = _parser().parse_known_args(command.exec_form)
+    arguments, _ = _parser(command.exec_form).parse_known_args(command.exec_form)
     assert exposed.arguments == str(arguments.port)
     (health,) = DOCKERFILE.final.of("HEALTHCHECK")
     assert re.search(r"--interval=\S+ --timeout=\S+ --start-period=\S+", health.arguments)

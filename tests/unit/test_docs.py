@@ -150,7 +150,7 @@ def test_choices_exist(page: Path) -> None:
 
 @every_page
 def test_commands_exist(page: Path) -> None:
-    known = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    known = {*COMMANDS}
     known |= (
         {"compare", "profile", "check", "partition", "fetch", "launch"}
         if page == HISTORY

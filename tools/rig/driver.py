@@ -19,11 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipespec.client.local_cluster import running
-from pipespec.client.sync_client import Client
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
+from tools.rig.requests import RequestClient, running
 from tools.rig.testbed import Testbed
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +99,7 @@ def send(message: dict[str, Any]) -> None:
         print(json.dumps(message), flush=True)
 
 
-def answer(client: Client, settings: list[str], at: int) -> list[int]:
+def answer(client: RequestClient, settings: list[str], at: int) -> list[int]:
     """The tokens of an answer."""
     config = compose(settings)
     prompt, length = client.served.encode(PROMPT), config.decode.max_new_tokens

@@ -35,6 +35,7 @@ from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.log_records import Accepted
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from tools.rig import relay
+from tools.rig.requests import RequestClient
 from tools.rig.testbed import Testbed
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,8 @@ class JoinableCluster:
         over = threading.Event()
 
         def ask(length: int) -> None:
-            with attach(self.running, PATIENCE_S) as client:
+            with attach(self.running, PATIENCE_S) as attached:
+                client = RequestClient(attached.thread)
                 prompt = client.served.encode(PROMPT)
                 last = False
                 while not last:

@@ -20,12 +20,12 @@ from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_number, check_whole
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
-    Unreadable,
     decode,
     is_folder,
     is_whole,
     parse_json,
     read_bytes,
+    readable,
     shown,
 )
 
@@ -80,23 +80,16 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]
 
 def _read(file: Path) -> Iterator[tuple[str, Sample]]:
     """The samples of a file, each with the place where it stands. Empty lines are none."""
-    try:
+    with readable(f"The data set {str(file)!r} cannot be read", "pass another --dataset PATH"):
         data = read_bytes(file, most=MOST_BYTES, pipe=True)
-    except Unreadable as error:
-        raise ConfigError(
-            f"The data set {str(file)!r} cannot be read: {error}; pass another --dataset PATH."
-        ) from error
     plain = file.suffix == PLAIN
     # Not `splitlines`: a text may hold characters that it takes for the end of a line.
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         place = f"{file}, line {number}"
-        try:
+        with readable(place, f"write {'it as UTF-8' if plain else 'one JSON object per line'}"):
             item = decode(line).strip() if plain else parse_json(line)
-        except Unreadable as error:
-            form = "it as UTF-8" if plain else "one JSON object per line"
-            raise ConfigError(f"{place}: {error}; write {form}.") from error
         yield place, Sample(place, file.stem, item) if plain else _sample(item, place)
 
 

@@ -135,7 +135,9 @@ class _Submitted:
     reports: list[Report] = field(default_factory=list)
 
     def result(self, served: ModelInfo, stop: Sequence[str], began_ns: int) -> RequestResult:
-        answer = answers.gather(self.events, FinalText(served.tokenizer, self.prompt, stop))
+        answer = answers.Answer(FinalText(served.tokenizer, self.prompt, stop))
+        for event in self.events:
+            answer.receive(event)
         head, *stages = sorted(self.reports, key=lambda report: report["rank"])
         scale = served.time_scale or 1.0
         arrivals = [(at - self.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]

@@ -89,25 +89,19 @@ def plain_config(settings: Sequence[str]) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError unless the pair can be measured so."""
-    wrong = (
-        (
-            not config.proposer.needs_draft,
-            "measures a draft model, but the proposer has none; pass proposer=draft_model",
+    wrong = {
+        "measures a draft model, but the proposer has none; pass proposer=draft_model": (
+            not config.proposer.needs_draft
         ),
-        (
-            type(config.proposer) is not DraftModelConfig,
-            "measures what a draft model proposes by itself; pass proposer=draft_model",
+        "measures what a draft model proposes by itself; pass proposer=draft_model": (
+            type(config.proposer) is not DraftModelConfig
         ),
-        (
-            config.policy.max_rows == 1,
-            "decodes with draft tokens, but this policy schedules one row a step; leave policy out",
+        "decodes with draft tokens, but this policy schedules one row a step; leave policy out": (
+            config.policy.max_rows == 1
         ),
-        (
-            bool(config.sampling.temperature),
-            "measures greedy decoding; leave sampling.temperature out",
-        ),
-    )
-    for is_so, what in wrong:
+        "measures greedy decoding; leave sampling.temperature out": config.sampling.temperature,
+    }
+    for what, is_so in wrong.items():
         if is_so:
             raise ConfigError(f"`pipespec bench --profile` {what}.")
 

@@ -7,20 +7,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipespec.client import registry
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import attach
+from pipespec.config.compose import compose
 from pipespec.config.schema import check_new_file, masked
-from pipespec.console.arguments import add_on, finish, overrides
+from pipespec.console.arguments import AddParser, add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, table_of, write
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.extras.bench import dataset
+from pipespec.extras.bench.comparison import Comparison, compare, composed, policies_of
 from pipespec.extras.bench.dataset import Load
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
-    from pipespec.extras.bench.comparison import Comparison
-    from pipespec.extras.bench.figures import BenchResult
-    from pipespec.extras.plan.pipeline_times import Profile
+from pipespec.extras.bench.figures import BenchResult
+from pipespec.extras.bench.measurement import bench, bench_on
+from pipespec.extras.plan.pipeline_times import Profile
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -40,11 +42,9 @@ COMPARED = ("tokens", "tokens_per_s", "tokens_per_step", "speed_up")
 PROFILED = 16  # prompts of a profile, unless --num-prompts says otherwise
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "bench",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         show_settings=True,
-        help="decode a data set of prompts and measure",
         usage="pipespec bench [--on NAME | --policies POLICY,... | --profile FILE] "
         "[--dataset PATH] [...] [MODEL] [SETTING=VALUE ...]",
         description="Decode a data set of prompts on one cluster: latencies and throughput, named "
@@ -142,22 +142,13 @@ def measured(
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
     that the running one was started with."""
     if on is not None:
-        from pipespec.client import registry
-        from pipespec.client.request_settings import RequestSettings
-        from pipespec.client.sync_client import attach
-        from pipespec.extras.bench.measurement import bench_on
-
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         with attach(running) as client, progress("decoding") as (on_done,):
             how = load, prompt_tokens, on_done
             return bench_on(client, chosen, samples, *how), running.overrides
 
-    from pipespec.config.compose import compose
-
     config = compose(settings)
-
-    from pipespec.extras.bench.measurement import bench
 
     with progress("loading", "decoding") as (on_loaded, on_done):
         return bench(config, samples, load, prompt_tokens, on_done, on_loaded), ()
@@ -166,8 +157,6 @@ def measured(
 def _compare(
     arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
 ) -> int:
-    from pipespec.extras.bench.comparison import compare, composed, policies_of
-
     policies = policies_of(arguments.policies)
     config = composed(settings, policies)
     with progress("loading", "decoding") as (on_loaded, on_done):
@@ -188,7 +177,6 @@ def _compare(
 def _profile(
     arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
 ) -> int:
-    from pipespec.config.compose import compose
     from pipespec.extras.bench.profiling import BARS, check, profile
 
     config = compose(settings)

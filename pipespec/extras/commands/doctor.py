@@ -6,26 +6,24 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipespec.console.arguments import finish, overrides, refuse_settings
+from rich.table import Table
+
+from pipespec.cluster.diagnostics.examine_hosts import Report, examine_hosts
+from pipespec.config.compose import compose_sections
+from pipespec.config.hosts import load_hosts
+from pipespec.console.arguments import AddParser, finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
+from pipespec.extras.device_check.machine_check import check_machine, table
 from pipespec.system.devices import require_device
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pipespec.cluster.diagnostics.examine_hosts import Report
-    from pipespec.console.arguments import Commands
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "doctor",
-        help="say what this machine can run, or whether hosts can work together",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         usage="pipespec doctor [--gpu [DEVICE]] | pipespec doctor HOSTS.yaml [model.target=MODEL] "
         "[model.draft=MODEL], each with [--json]",
         description="Without a hosts file, say what this machine can run. With one, look at every "
@@ -52,8 +50,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         _require_device(arguments.gpu)
     elif settings:
         return _examine(settings, as_json=arguments.json)
-
-    from pipespec.extras.device_check.machine_check import check_machine, table
 
     findings = check_machine()
     if not arguments.json:
@@ -92,10 +88,6 @@ def _require_device(device: str) -> None:
 
 
 def _examine(settings: list[str], *, as_json: bool) -> int:
-    from pipespec.cluster.diagnostics.examine_hosts import examine_hosts
-    from pipespec.config.compose import compose_sections
-    from pipespec.config.hosts import load_hosts
-
     cluster, model, proposer = compose_sections(["cluster", "model", "proposer"], settings)
     if cluster.hosts is None:
         raise ConfigError(
@@ -132,8 +124,6 @@ def conclusion(report: Report) -> str:
 def hosts_table(report: Report) -> Table:
     """One row per host: the interface that carries batches, versions. What no host states has no
     column."""
-    from rich.table import Table
-
     rows = []
     for name, seen in report.hosts.items():
         carrier = None if seen.listening is None else seen.listening.carrier
@@ -149,8 +139,6 @@ def hosts_table(report: Report) -> Table:
 
 
 def links_table(report: Report) -> Table:
-    from rich.table import Table
-
     columns = ("from", "to", "round trip ms", "Gbit/s")
     table = Table(*columns, title="Links", title_justify="left")
     for link in report.links:

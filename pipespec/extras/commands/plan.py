@@ -7,21 +7,32 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipespec.console.arguments import finish, list_of, overrides, refuse_settings
+from pipespec.config.compose import compose_sections, default_policy, policies_to_compare
+from pipespec.console.arguments import AddParser, finish, list_of, overrides, refuse_settings
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
 from pipespec.extras.commands import plan_drafts, plan_hosts
 from pipespec.extras.commands.plan_hosts import predictions_table
+from pipespec.extras.emulation.synthetic_proposer import RANGE, USUAL, Accuracy
+from pipespec.extras.plan import gpu_layouts
+from pipespec.extras.plan.advice import (
+    DecodingMethod,
+    PlannedLayout,
+    Prediction,
+    choices,
+    predict,
+    predict_all,
+    recommend,
+)
+from pipespec.extras.plan.gpu_layouts import GIB, ROUND_MS, PlannedModel
+from pipespec.extras.plan.hardware import parse_gpus
+from pipespec.extras.plan.model_shape import find, published
+from pipespec.extras.plan.pipeline_times import DraftRecord, Profile
+from pipespec.extras.plan.simulation import Rounds
+from pipespec.extras.plan.stored_weights import WEIGHTS
 from pipespec.limits import MAX_COUNT, check_whole, suggest
-
-if TYPE_CHECKING:
-    from pipespec.console.arguments import Commands
-    from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
-    from pipespec.extras.plan.pipeline_times import DraftRecord
-    from pipespec.extras.plan.simulation import Rounds
 
 # What is tried unless a setting fixes it.
 TRIED: dict[str, Sequence[Any]] = {
@@ -54,10 +65,8 @@ ACCURACY = ("curve", "spread")
 TIMES = ("stages", "stage_ms", "hop_ms", "draft_ms", "experts")
 
 
-def add(commands: Commands) -> None:
-    command = commands.add_parser(
-        "plan",
-        help="predict what a cluster will do, and say how to lay it out and how to decode",
+def add(add_parser: AddParser) -> None:
+    command = add_parser(
         usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
         "[NAME=VALUE ...] | pipespec plan --drafts MODEL [--draft NAME,...] [NAME=VALUE ...] | "
         "pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
@@ -130,8 +139,6 @@ class Plan:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from pipespec.extras.plan.advice import predict_all, recommend
-
     settings = overrides(rest, arguments.known_options)
     if any(text.startswith("cluster=") for text in settings):
         for option in ("gpus", "models", "drafts", *OF_GPUS, "context", "profile"):
@@ -205,19 +212,12 @@ def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
 
 
 def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
-    from pipespec.config.compose import policies_to_compare
-    from pipespec.extras.plan.advice import choices
-
     widths, children, rounds = (given.get(name, usual) for name, usual in TRIED.items())
     return list(choices(given.get("policy") or policies_to_compare(), widths, children, rounds))
 
 
 def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """Every decoding method on a pipeline whose times are known."""
-    from pipespec.extras.plan.advice import PlannedLayout
-    from pipespec.extras.plan.gpu_layouts import ROUND_MS
-    from pipespec.extras.plan.pipeline_times import Profile
-
     if any(text.startswith("model.") for text in settings):
         raise ConfigError("Models are planned from their names with --gpus; give --gpus too.")
     given = _given(settings, *TIMES, *ACCURACY, "policy", "proposer", *TRIED)
@@ -253,11 +253,6 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """The default policy with each draft at hand."""
-    from pipespec.config.compose import default_policy
-    from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import DecodingMethod
-    from pipespec.extras.plan.gpu_layouts import ROUND_MS
-
     given = _given(settings, *MODELS, "stages", "stage_ms", "hop_ms")
     suffix = Accuracy.parse(list(SUFFIX_RANGE[len(SUFFIX_RANGE) // 2]), SUFFIX_SPREAD)
     layouts, found = plan_drafts.compared(given, (suffix, ROUND_MS))
@@ -274,14 +269,6 @@ def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """The default policy on each number of GPUs, with which the layers of a model would fit."""
-    from pipespec.config.compose import compose_sections, default_policy
-    from pipespec.extras.emulation.synthetic_proposer import RANGE, USUAL, Accuracy
-    from pipespec.extras.plan import gpu_layouts
-    from pipespec.extras.plan.advice import DecodingMethod, predict
-    from pipespec.extras.plan.gpu_layouts import ROUND_MS
-    from pipespec.extras.plan.hardware import parse_gpus
-    from pipespec.extras.plan.model_shape import find
-
     given = _given(settings, *MODELS, "proposer", *ACCURACY)
     suffix = given.get("proposer") == ["suffix"]
     if suffix and "model.draft" in given:
@@ -310,7 +297,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
     usual = accuracies[len(accuracies) // 2]
     nodes = BATCHES * len(gpus) * policy.max_rows
-    target = gpu_layouts.PlannedModel(shape, weights, context, nodes)
+    target = PlannedModel(shape, weights, context, nodes)
     own = None if draft is None else replace(target, shape=draft, weights=draft_weights)
     clusters = gpu_layouts.clusters(target, own, gpus, link, suffix * ROUND_MS)
     if drafts:
@@ -348,8 +335,6 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
     """The weights of target and draft, "" as they are stored, and the context."""
-    from pipespec.extras.plan.stored_weights import WEIGHTS
-
     context = CONTEXT if arguments.context is None else arguments.context
     check_whole("context", context, 1, MAX_COUNT)
     target, draft = arguments.weights or "", arguments.draft_weights or ""
@@ -361,14 +346,12 @@ def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
 
 def _list_models(arguments: argparse.Namespace) -> int:
     """The models of the table, with GiB of their weights and of the context."""
-    from pipespec.extras.plan.gpu_layouts import GIB, PlannedModel, fits
-    from pipespec.extras.plan.hardware import parse_gpus
-    from pipespec.extras.plan.model_shape import published
-
     weights, _, context = _sizes(arguments)
     shapes, gpus = list(published().values()), parse_gpus(arguments.gpus or ())
     if gpus:
-        shapes = [e for e in shapes if fits(PlannedModel(e, weights, context), None, gpus)]
+        shapes = [
+            e for e in shapes if gpu_layouts.fits(PlannedModel(e, weights, context), None, gpus)
+        ]
     if arguments.json:
         write(json.dumps([asdict(each) for each in shapes]) + "\n")
         return 0

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from huggingface_hub import CacheNotFound, scan_cache_dir
+
+from pipespec.client.model_info import full_name
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from pipespec.console.terminal import progress
+from pipespec.engine.checkpoint.model_path import known_model
+from pipespec.engine.checkpoint.parts.folder import entries, is_checkpoint
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
+from pipespec.engine.precision import automatic
 from pipespec.errors import ConfigError, ModelError
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
+from pipespec.extras.plan.advice import PlannedLayout
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.head.proposers.token_map import token_map
+from pipespec.system.devices import num_cuda
 from pipespec.system.sizes import size_text
 from pipespec.system.validation import Unreadable, from_fields, read_json, typed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipespec.engine.inspection.inspection import CheckpointInfo
-    from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import PlannedLayout
 
 STAGES = 4
 # Rows for which the target is timed, and nodes of a draft round; tokens of text behind which.
@@ -63,15 +71,6 @@ def compared(
 ) -> tuple[list[PlannedLayout], list[Draft]]:
     """A layout for each draft that can be used, and all that were looked at. `suffix`: what is
     assumed of the suffix proposer, with the time of a round. Heads are refused as drafts are."""
-    from pipespec.client.model_info import full_name
-    from pipespec.engine.checkpoint.model_path import known_model
-    from pipespec.engine.inspection.inspection import inspect
-    from pipespec.extras.emulation.machine import TimeCurve
-    from pipespec.extras.emulation.synthetic_proposer import USUAL, Accuracy
-    from pipespec.extras.plan.advice import PlannedLayout
-    from pipespec.extras.plan.pipeline_times import Machine
-    from pipespec.head.proposers.token_map import token_map
-
     if "model.target" not in given:
         raise ConfigError("`pipespec plan --drafts` needs model.target, a folder or a hub id.")
     (name,), stages = given["model.target"], given.get("stages", STAGES)
@@ -117,12 +116,6 @@ def compared(
 def at_hand(target: CheckpointInfo) -> Iterator[str]:
     """Checkpoints beside the target's, and those of the hub that are here, if they are so much
     smaller."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    from pipespec.engine.checkpoint.model_path import known_model
-    from pipespec.engine.checkpoint.parts.folder import entries, is_checkpoint
-    from pipespec.engine.inspection.inspection import inspect
-
     hub = {each.model for each in entries()}
     with suppress(CacheNotFound):
         hub |= {each.repo_id for each in scan_cache_dir().repos}
@@ -158,9 +151,6 @@ def target_ms(target: CheckpointInfo, rows: int) -> float:
 def timed(target: CheckpointInfo, draft: CheckpointInfo | None, rows: int) -> Mapping[str, Any]:
     """What `measure_devices` finds of the target, or of a draft. Raises ModelError."""
     from pipespec.cluster.diagnostics.measure_devices import measure
-    from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
-    from pipespec.engine.precision import automatic
-    from pipespec.system.devices import num_cuda
 
     devices, role = ("cuda:0" if num_cuda() else "cpu",), "stage" if draft is None else "draft"
     of_draft = None if draft is None else str(draft.path)

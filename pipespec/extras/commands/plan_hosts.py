@@ -7,32 +7,30 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.table import Table
+
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
+from pipespec.config.compose import compose
+from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.config.schema import Config
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pipespec.config.hosts import HostsFile
-    from pipespec.config.schema import Config
-    from pipespec.extras.plan.advice import Division, Prediction
-    from pipespec.extras.plan.pipeline_times import Machine
-    from pipespec.placement.host_figures import Figures, ModelSizes
-    from pipespec.placement.slices import Placement
-
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import USUAL
+from pipespec.extras.plan.advice import DecodingMethod, Division, Prediction, divisions, predict_all
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.head.policies.policy import AUTO
+from pipespec.placement.host_figures import Figures, ModelSizes
+from pipespec.placement.measurements import problem
+from pipespec.placement.ordering import MAX_ORDERED
+from pipespec.placement.slices import GIB, Placement, plan_slices, reason
 
 SHOWN = 16  # predictions in the table
 
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
-    from pipespec.config.compose import compose
-    from pipespec.config.hosts import load_hosts
-    from pipespec.placement.measurements import problem
-    from pipespec.placement.slices import plan_slices
-
     config = compose(settings)
     assert config.cluster.hosts is not None
     hosts_file = load_hosts(config.cluster.hosts)
@@ -76,8 +74,6 @@ def hosts_lines(hosts_file: HostsFile, placement: Placement) -> dict[str, Any]:
 
 
 def rows(placement: Placement, figures: Figures) -> list[dict[str, Any]]:
-    from pipespec.placement.slices import GIB, reason
-
     return [
         {
             "rank": rank,
@@ -116,8 +112,6 @@ def table(placement: Placement, figures: Figures) -> Table:
 
 
 def _sentences(placement: Placement, figures: Figures) -> list[str]:
-    from pipespec.placement.ordering import MAX_ORDERED
-
     devices: dict[str, list[str]] = {}
     for worker, found in figures.members.items():
         devices.setdefault(found["model"], []).append(worker)
@@ -142,10 +136,6 @@ def _divided(
     arguments: argparse.Namespace, hosts_file: HostsFile, figures: Figures, config: Config
 ) -> tuple[dict[str, Any], list[Any]]:
     """The divisions of a host's devices, the fastest first, by their measured times."""
-    from pipespec.extras.emulation.synthetic_proposer import USUAL
-    from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
-    from pipespec.head.policies.policy import AUTO
-
     (host,) = hosts_file.hosts
     found = {}
     for division in divisions(len(host.devices)):
@@ -215,11 +205,6 @@ def _machine(
     hosts_file: HostsFile, figures: Figures, config: Config, division: Division
 ) -> Machine | None:
     """The times of a division, of the layout that would be chosen; None: it does not fit."""
-    from pipespec.extras.emulation.machine import TimeCurve
-    from pipespec.extras.plan.pipeline_times import Machine
-    from pipespec.placement.measurements import problem
-    from pipespec.placement.slices import plan_slices
-
     (host,) = hosts_file.hosts
     divided = replace(
         hosts_file, hosts=(replace(host, groups=division.sizes),), draft=host.workers[0]

@@ -7,15 +7,15 @@ import platform
 import subprocess
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
+from rich.table import Table
 
 from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import PipespecError
 from pipespec.system.devices import cuda_figures
 from pipespec.system.versions import package_version
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 GIB = 2**30
 PACKAGES = ("pipespec", "torch", "transformers", "redis", "triton", "flashinfer-python", "torchao")
@@ -59,8 +59,6 @@ def check_machine() -> dict[str, Any]:
 
 
 def _processor() -> dict[str, Any]:
-    import psutil
-
     memory = psutil.virtual_memory()
     return {
         "name": "cpu",
@@ -129,8 +127,6 @@ def _redis(problems: list[str]) -> dict[str, Any] | None:
 
 
 def table(findings: dict[str, Any]) -> Table:
-    from rich.table import Table
-
     out = Table("", "", title="What this machine can run", show_header=False, title_justify="left")
     out.add_row("Python", findings["python"])
     for name, number in findings["packages"].items():

@@ -34,12 +34,12 @@ from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     MAX_TOOLS,
-    Accepts,
     Function,
     FunctionName,
     OfFunction,
     RequestModel,
     TextOrParts,
+    accepts,
     contents,
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
@@ -199,7 +199,7 @@ class AllowedFunctions(RequestModel):
 _AnyChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None
 ToolChoice = Annotated[
     _AnyChoice,
-    Accepts(
+    accepts(
         _AnyChoice,
         "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
         "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}",

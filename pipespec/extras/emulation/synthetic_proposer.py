@@ -29,7 +29,7 @@ from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting
-from pipespec.system.validation import Unreadable, parse_json, read_text, typed
+from pipespec.system.validation import Unreadable, parse_json, read_text, readable, typed
 
 POINT = re.compile(r"(\d{1,9}):(\d*\.?\d+)", re.ASCII)
 MAX_RANK = 65536
@@ -249,10 +249,8 @@ class SyntheticCascadeConfig(SyntheticConfig):
 
 def read_truth(file: str) -> list[list[int]]:
     texts = []
-    try:
+    with readable(f"The truth file {file!r} cannot be read"):
         lines = read_text(file).splitlines()
-    except Unreadable as error:
-        raise ConfigError(f"The truth file {file!r} cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):
         try:
             texts.append([*typed("it", parse_json(line), Sequence[int])])

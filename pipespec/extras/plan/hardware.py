@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipespec.errors import ConfigError
 from pipespec.limits import suggest
@@ -36,28 +38,10 @@ class GPU:
         return 1e3 * max(reading, computing)
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        # GeForce: the architecture white papers of Ampere GA102, Ada and RTX Blackwell.
-        GPU("rtx3060", 12, 360, 25),
-        GPU("rtx3090", 24, 936, 71),
-        GPU("rtx4060ti", 16, 288, 44),
-        GPU("rtx4090", 24, 1008, 165),
-        GPU("rtx5090", 32, 1792, 209),
-        # All others: the data sheet of the card.
-        GPU("a6000", 48, 768, 155),
-        GPU("rtx6000ada", 48, 960, 364),
-        GPU("l4", 24, 300, 121),
-        GPU("l40", 48, 864, 181),
-        GPU("l40s", 48, 864, 362),
-        GPU("a100-40gb", 40, 1555, 312),
-        GPU("a100-80gb", 80, 2039, 312),
-        GPU("h100", 80, 3350, 989),
-        GPU("h100-pcie", 80, 2000, 756),
-        GPU("h200", 141, 4800, 989),
-    )
-}
+# GeForce by the architecture white papers of Ampere GA102, Ada and RTX Blackwell, all others by the
+# data sheet of the card.
+TABLE = Path(__file__).with_name("gpus.json")
+GPUS = {name: GPU(name, *figures) for name, figures in json.loads(TABLE.read_text()).items()}
 
 
 def parse_gpus(parts: Sequence[str]) -> list[GPU]:

@@ -24,7 +24,7 @@ from pipespec.extras.emulation.machine import TimeCurve, all_with_experts, point
 from pipespec.extras.emulation.synthetic_proposer import USUAL, USUAL_CURVE, Accuracy
 from pipespec.head.in_flight import depth
 from pipespec.limits import MAX_COUNT, MAX_MS, MAX_STAGES, check_number, check_whole
-from pipespec.system.validation import Unreadable, from_fields, read_json
+from pipespec.system.validation import from_fields, read_json, readable
 
 NO_HOP = TimeCurve(((1, 0.0),))
 MISSED = 0  # in place of a rank: the token was not among the candidates
@@ -254,12 +254,8 @@ class Profile:
     @classmethod
     def read(cls, file: str) -> Profile:
         """Raises ConfigError."""
-        try:
+        with readable(f"The profile {file!r} cannot be read", "see docs/planning.md"):
             return from_fields(cls, read_json(file, pipe=True))
-        except Unreadable as error:
-            raise ConfigError(
-                f"The profile {file!r} cannot be read: {error}; see docs/planning.md."
-            ) from error
 
     def replaced(self, **values: Any) -> Profile:
         """With every value that is not None in place of its own."""

@@ -2,8 +2,7 @@
 
 `simulate` drives the head's own scheduler (`pipespec.head.scheduler`) before stages that are only
 times, with a synthetic draft of the stated accuracy. docs/planning.md has the derivation of the
-closed forms, and its limits. Above 350 lines, as the imagined pipeline has every call of a running
-one.
+closed forms, and its limits. Above 350 lines, as it has every call of a running pipeline.
 """
 
 from __future__ import annotations
@@ -110,8 +109,11 @@ class SimulatedPipeline:
 
     It runs on a clock that the machine drives: in each step a batch enters and another one's
     verdict arrives, with `in_flight` batches on their way (0: as many as stages), or as many as
-    the scheduler has learnt. Prompts are one token, answers are random. `calibration`: of the
-    draft's stated probabilities, which goes on; None: they are right.
+    the scheduler has learnt. Prompts are one token, answers are random. With many requests, all of
+    them are there the whole time. `rounds`: draft rounds per step at most, or "auto"; `max_rows`:
+    see `SchedulerConfig`; `calibration`: of the draft's stated probabilities, which goes on; None:
+    they are right. `on_token` is called for every token that is counted, in the order in which they
+    arrive. Raises ConfigError.
     """
 
     def __init__(
@@ -129,6 +131,9 @@ class SimulatedPipeline:
         calibration: Calibration | None = None,
         on_token: OnToken = lambda arrival: None,
     ):
+        check_rounds(rounds)
+        check_whole("seed", seed, 0, MAX_SEED)
+        check_whole("requests", num_requests, 1, MAX_REQUESTS)
         self.machine = machine
         self.on_token = on_token
         self.most_in_flight = in_flight or machine.num_stages
@@ -315,27 +320,12 @@ def simulate(
     *,
     rounds: Rounds,
     num_tokens: int,
-    seed: int = 0,
-    num_requests: int = 1,
-    max_rows: int = 0,
-    in_flight: int = 0,
-    on_token: OnToken = lambda arrival: None,
+    **how: Any,
 ) -> Simulation:
-    """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
-
-    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`;
-    `in_flight`: batches on their way, 0: as many as stages; `on_token` is called for every token
-    that is counted, in the order in which they arrive. With many requests, all of them are there
-    the whole time, and the tokens are those of all.
-    """
-    check_rounds(rounds)
+    """Decode some `num_tokens` with the head's own scheduler; the stages count rows only. `how`:
+    further arguments of `SimulatedPipeline`. With many requests the tokens are those of all."""
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
-    check_whole("seed", seed, 0, MAX_SEED)
-    check_whole("requests", num_requests, 1, MAX_REQUESTS)
-    sizes = (num_tokens, seed, num_requests, max_rows)
-    how: Any = {"in_flight": in_flight, "on_token": on_token}
-    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, *sizes, **how)
-    return pipeline.run(num_tokens)
+    return SimulatedPipeline(policy, machine, accuracy, rounds, num_tokens, **how).run(num_tokens)
 
 
 def simulate_texts(
@@ -350,7 +340,6 @@ def simulate_texts(
 
     The head learns from one text to the next how sure the draft may be, as a running one does.
     """
-    check_rounds(rounds)
     calibration = Calibration()
     found = []
     for text in texts:

@@ -40,7 +40,7 @@ def test_its_command_and_the_example_of_its_settings_are_understood(text: str) -
     (command,) = values(text, "ExecStart")
     program, *words = shlex.split(command.replace("$PIPESPEC_ARGUMENTS", example))
     assert program == PROGRAM
-    arguments, rest = _parser().parse_known_args(words)
+    arguments, rest = _parser(words).parse_known_args(words)
     assert arguments.command is serve.run
     compose(overrides(rest, arguments.known_options))
     # `${NAME}` would be one word.

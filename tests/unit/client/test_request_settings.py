@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cli.up import default_name, parse_settings
+from pipespec.cli.detach import default_name, parse_settings
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings

@@ -10,6 +10,7 @@ import pipespec.cluster.session
 import pipespec.extras.bench.comparison
 from pipespec.cli.main import main
 from pipespec.extras.bench.comparison import Comparison
+from pipespec.extras.commands import bench
 from tests.helpers.figures import LABELS, result
 
 POLICIES = ("--policies", "root,level")
@@ -61,7 +62,7 @@ def test_texts_that_differ_are_an_error_unless_the_verifier_is_lossy(
 ) -> None:
     done = Comparison({"policy=root": result([1, 2, 3]), "policy=level": result(other)})
     monkeypatch.setattr(Comparison, "labels", LABELS | labels)
-    monkeypatch.setattr(pipespec.extras.bench.comparison, "compare", lambda *_, **__: done)
+    monkeypatch.setattr(bench, "compare", lambda *_, **__: done)
     assert main(["bench", *POLICIES, "--num-prompts", "1", *["--json"] * as_json]) == code
     out, err = capsys.readouterr()
     if as_json:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pipespec.cli.main import main
-from pipespec.cluster.diagnostics import measure_hosts
+from pipespec.extras.commands import plan_hosts
 from pipespec.placement.host_figures import Figures
 
 SIZES = {
@@ -52,7 +52,7 @@ def partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         members = {f"a/{i}": device | each for i, each in enumerate(of_devices)}
         of_models: list[Any] = [{**SIZES, **target}, {**SIZES, **draft}]
         figures = Figures(8, "float32", *of_models, cast(Any, members), [])
-        monkeypatch.setattr(measure_hosts, "measure_hosts", lambda *_, **__: figures)
+        monkeypatch.setattr(plan_hosts, "measure_hosts", lambda *_, **__: figures)
         return main(["plan", str(tmp_path / "hosts.yaml"), "policy.width=8", *arguments])
 
     return run
