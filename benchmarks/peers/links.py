@@ -67,7 +67,8 @@ def race(
     hosts of its own, so nothing of another is left. Those without a draft decode so many prompts,
     beside the first that does not count, as what a token takes there does not depend on the
     text."""
-    few = replace(job, prompts=job.prompts[: plain_prompts + 1])
+    first = slice(plain_prompts + 1)
+    few = replace(job, samples=job.samples[first], prompts=job.prompts[first])
     runs: dict[str, list[Run]] = {name: [] for name in found}
     used = dict.fromkeys(found, 0.0)
     spent = dict.fromkeys(found, 0.0)
