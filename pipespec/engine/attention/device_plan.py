@@ -117,9 +117,8 @@ class DevicePlan:
         """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
         self._arrays.wait()
         host, rows, segments = self._arrays.host, len(plan.write), plan.segments
-        count = np.array([len(segment.positions) for segment in segments])
-        prefixes = np.array([len(segment.prefix) for segment in segments])
-        trees = np.array([len(segment.tree) for segment in segments])
+        sizes = [(len(each.positions), len(each.prefix), len(each.tree)) for each in segments]
+        count, prefixes, trees = np.array(sizes).T
         keys = prefixes + trees
         of_segments = np.stack(
             (1 + np.cumsum(keys) - keys, prefixes, trees, np.cumsum(trees) - trees)
@@ -133,7 +132,7 @@ class DevicePlan:
             host[f"tiles_{size}"][...] = 0
             host[f"tiles_{size}"][: len(tiles)] = tiles
             host[f"splits_{size}"][...] = np.repeat(tiles[:, 2], tiles[:, 1])
-        host["mask"][:rows] = _words(plan, np.repeat(trees, count), host["mask"].shape[1])
+        host["mask"][:rows] = _words(plan, host["mask"].shape[1])
         positions = np.concatenate([segment.tree_positions for segment in segments])
         host["tree_positions"][: len(positions)] = positions
         read = [part for segment in segments for part in (segment.prefix, segment.tree)]
@@ -241,11 +240,10 @@ def _tiles(starts: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     return np.stack((first, until - first, splits), 1)
 
 
-def _words(plan: AttentionPlan, trees: np.ndarray, words: int) -> np.ndarray:
-    """The mask of each row as bits, `[rows, words]`; `trees` are the tree keys of each row."""
-    rows = len(plan.write)
-    seen = np.zeros((rows, words * WORD), bool)
-    row = np.repeat(np.arange(rows), trees)
-    column = np.arange(len(row)) - np.repeat(np.cumsum(trees) - trees, trees)
-    seen[row, column] = np.concatenate([segment.mask.ravel() for segment in plan.segments])
+def _words(plan: AttentionPlan, words: int) -> np.ndarray:
+    """The mask of each row as bits, `[rows, words]`."""
+    seen = np.zeros((len(plan.write), words * WORD), bool)
+    for segment in plan.segments:
+        if len(segment.tree):
+            seen[segment.rows, : len(segment.tree)] = segment.mask
     return np.packbits(seen, axis=1, bitorder="little").view("<i4")

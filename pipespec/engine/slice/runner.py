@@ -150,7 +150,7 @@ class SliceRunner:
             lineage, page, mine = self.lineages[sequence], self._page_of[sequence], local[span]
             live = lineage.live
             num_chunk = len(mine) - int(np.count_nonzero(mine))
-            mask = nodes.mask[mine][:, live]
+            mask = nodes.mask.take(mine, 0).take(live, 1)  # several times as fast as indexing
             tree, tree_positions = nodes.slot[live], nodes.position[live]
             if num_chunk > 1:
                 chunk = slice(span.start + 1, span.start + num_chunk)
