@@ -8,7 +8,13 @@
 Its names are imported when they are used: `import pipespec` costs nothing.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+# Python looks in the working folder first for what a module run by `-m` imports. There it should
+# come last: a user's `select.py` or `queue.py` is not Python's own.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))
 
 if TYPE_CHECKING:
     from pipespec.api.async_llm import AsyncLLM as AsyncLLM

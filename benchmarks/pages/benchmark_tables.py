@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -226,7 +227,7 @@ def race(name: str) -> str:
         ]
         for delay in sorted({each["delay_ms"] for each in stored["rows"]})
     ]
-    headings = [engine.replace("pipespec root", "pipespec, `root`") for engine in names]
+    headings = [re.sub(r"^pipespec (\w+)", r"pipespec, `\1`", engine) for engine in names]
     return table(["one way", *headings], lines) + command_of(stored)
 
 

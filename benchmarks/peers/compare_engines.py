@@ -184,12 +184,12 @@ def figures(job: Job, runs: dict[str, list[Run]], eos: Sequence[int]) -> list[di
 
 
 def equal_answers(ran: Sequence[Run], reference: Run, eos: Sequence[int]) -> list[bool]:
-    """Whether each answer of some runs, the first of a run left out, is that of the reference."""
-    expected = [_bare(answer, eos) for answer in reference.answers[1:]]
+    """Whether each answer of some runs, the first of a run left out, is that of the reference to
+    the same prompt; runs may have fewer prompts."""
     return [
-        _bare(answer, eos) == wanted
+        _bare(answer, eos) == _bare(wanted, eos)
         for run in ran
-        for answer, wanted in zip(run.answers[1:], expected, strict=True)
+        for answer, wanted in zip(run.answers[1:], reference.answers[1:], strict=False)
     ]
 
 

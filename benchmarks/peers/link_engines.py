@@ -111,21 +111,22 @@ def engines(
 ) -> dict[str, LinkedEngine]:
     """The engines to race, by name; without those that are None.
 
-    `vllm_python`: the Python that has vLLM. `draft_tokens`: of llama.cpp's drafts at most, beside
-    its default. `settings`: of pipespec; the plain pipeline (`policy=root`) has those of the
-    cluster and the transport alone.
+    `vllm_python`: the Python that has vLLM. `draft_tokens`: of llama.cpp's drafts at most; 0: its
+    default. `settings`: of pipespec; the plain pipeline (`policy=root`) has those of the cluster
+    and the transport alone.
     """
     plain = [text for text in settings if text.startswith(("cluster.", "transport."))]
     found: dict[str, LinkedEngine] = {
         "pipespec root": partial(pipespec, settings=[*plain, "policy=root"]),
+        "pipespec level": partial(pipespec, settings=[*settings, "policy=level"]),
         "pipespec": partial(pipespec, settings=settings),
     }
     if llama is not None:
         of_llama = partial(llama_cpp, engine=llama)
         found["llama.cpp"] = partial(of_llama, draft_tokens=None)
-        found["llama.cpp with draft"] = partial(of_llama, draft_tokens=0)
         for most in draft_tokens:
-            found[f"llama.cpp with draft of {most}"] = partial(of_llama, draft_tokens=most)
+            name = f"llama.cpp with draft{f' of {most}' if most else ''}"
+            found[name] = partial(of_llama, draft_tokens=most)
     if vllm_python is not None:
         found["vLLM"] = partial(vllm, python=vllm_python)
     return found

@@ -16,7 +16,7 @@ import argparse
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +40,7 @@ from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
 from pipespec.errors import ConfigError
 from tools.rig import testbed
 
-PLAIN, DRAFTING, VLLM = "llama.cpp", "llama.cpp with draft", "vLLM"
+PLAIN, DRAFTING, VLLM, ROOT = "llama.cpp", "llama.cpp with draft", "vLLM", "pipespec root"
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,14 @@ def race(
     gbit: float,
     hosts: int,
     repeats: int,
+    plain_prompts: int,
 ) -> Race:
     """Every engine in every repeat over links of one delay, every second time in reverse. Each has
-    hosts of its own, so nothing of another is left."""
+    hosts of its own, so nothing of another is left. Those without a draft decode so many prompts,
+    beside the first that does not count, as what a token takes there does not depend on the
+    text."""
+    first = slice(plain_prompts + 1)
+    few = replace(job, samples=job.samples[first], prompts=job.prompts[first])
     runs: dict[str, list[Run]] = {name: [] for name in found}
     used = dict.fromkeys(found, 0.0)
     spent = dict.fromkeys(found, 0.0)
@@ -79,7 +84,7 @@ def race(
         with delayed_links(hosts, delay_ms, gbit) as bed:
             began = time.monotonic()
             try:
-                runs[name].append(found[name](bed, job))
+                runs[name].append(found[name](bed, few if name in (PLAIN, VLLM, ROOT) else job))
             except PeerFailed as error:
                 failed[name] = str(error)
             spent[name] += time.monotonic() - began
@@ -191,7 +196,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gbit", type=float, default=1.0, help="Gbit/s of each host (1)")
     parser.add_argument("--stages", type=int, default=4, help="hosts with layers (4)")
     parser.add_argument(
-        "--draft-tokens", type=int, nargs="*", default=[8], help="further drafts of llama.cpp (8)"
+        "--plain-prompts", type=int, default=4, help="of engines without a draft, at most (4)"
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        nargs="*",
+        default=[0, 8],
+        help="of llama.cpp's drafts at most, 0: its default (0 8)",
     )
     parser.add_argument("--settings", nargs="*", default=[], help="of pipespec")
     options = parse_job(parser)
@@ -232,7 +244,8 @@ def main() -> None:
             if any(part in name for part in options.only)
         }
         for delay in options.delays:
-            races.append(race(job, found, delay, options.gbit, options.stages + 1, options.repeats))
+            how = options.gbit, options.stages + 1, options.repeats, options.plain_prompts
+            races.append(race(job, found, delay, *how))
             result = {
                 **origin,
                 "title": title,

@@ -84,7 +84,10 @@ def test_generate_json_is_one_object_with_all_results(place, tmp_path):
     assert len({each.port for each in seen if each.kind == "tcp"}) == 2 * 3
 
 
-def test_generate_streams_up_to_a_stop_string_and_leaves_the_users_redis_unchanged(place):
+def test_generate_streams_up_to_a_stop_string_and_leaves_the_users_redis_unchanged(place, tmp_path):
+    """In a working folder with files that are named like modules of Python and of packages."""
+    for name in ("json", "numpy", "queue", "select", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('of the working folder')")
     _, _, text = expected(40)
     stop = text[12:15]
     settings = ("cluster.stages=2", "decode.max_new_tokens=40", f"decode.stop=['{stop}']")
@@ -96,6 +99,7 @@ def test_generate_streams_up_to_a_stop_string_and_leaves_the_users_redis_unchang
             *settings,
             "policy=level",
             f"controller.url={server.url}",
+            cwd=tmp_path,
         )
         assert code == 0, err
         assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")

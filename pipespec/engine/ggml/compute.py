@@ -125,15 +125,15 @@ def num_threads() -> int:
     return max(_threads or 1, torch.get_num_threads())
 
 
-def computer() -> Computer:
-    """That of this thread of the program. ggml must be there."""
-    sizes = (num_threads(), torch.get_num_threads())
-    found: Computer | None = getattr(_of_thread, "computer", None)
-    if found is None or found.sizes != sizes:
+def computer(most: int | None = None) -> Computer:
+    """That of this thread of the program, with so many threads at most. ggml must be there."""
+    sizes = (most, most) if most else (num_threads(), torch.get_num_threads())
+    kept: dict[int | None, Computer] = _of_thread.__dict__.setdefault("computers", {})
+    if most not in kept or kept[most].sizes != sizes:
         library = ggml.load()
         assert library is not None, "callers have looked whether there is ggml"
-        found = _of_thread.computer = Computer(library, *sizes)
-    return found
+        kept[most] = Computer(library, *sizes)
+    return kept[most]
 
 
 class GgmlTensor:

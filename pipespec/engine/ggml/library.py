@@ -169,11 +169,12 @@ class Library:
 
     def context(self, tensors: int, graph: int = 0) -> int:
         """A context for so many tensors and a graph of so many operations; `free` it."""
-        size = tensors * self.tensor_overhead() + 1024
-        if graph:
-            size += self.graph_overhead_custom(graph, False)
-        found: int = self.init(_InitParams(size, None, True))
+        found: int = self.init(_InitParams(self.context_bytes(tensors, graph), None, True))
         return found
+
+    def context_bytes(self, tensors: int, graph: int = 0) -> int:
+        size: int = tensors * self.tensor_overhead() + 1024
+        return size + (self.graph_overhead_custom(graph, False) if graph else 0)
 
     @cached_property
     def device(self) -> int:

@@ -39,9 +39,12 @@ from pipespec.engine.low_bit.kept_linear import GgmlEmbedding, GgmlLinear
 F32, F16 = TYPES["F32"], TYPES["F16"]
 # ggml's numbers of the two ways to rotate: neighbours, or one half with the other.
 _NEIGHBOURS, _HALVES = 0, 2
-# Graphs that are kept, of the numbers of rows and keys that were used last, and their bytes
-# together, unless one has more.
-KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
+# Bytes of the graphs that are kept, of the numbers of rows and keys that were used last, unless one
+# has more. To make one takes a tenth of a millisecond a layer.
+KEPT_BYTES = 64 << 20
+# Layers with fewer bytes of weights are computed by one thread: another would wait for the first
+# one after each operation for longer than it computes.
+LEAST_SHARED = 16 << 20
 # Keys of a graph are a multiple of this, so that decoding uses each for some steps.
 KEYS = 64
 # Rows of a prompt that are computed together; ggml's attention has tiles from 64 rows on.
@@ -146,6 +149,9 @@ class SliceGraph:
                 self._embedding = self._plain(table)
         self._norm = self._norm_of(getattr(base, "norm", None)) if model.is_last else None
         self._taps = [layer - model.layers.start for layer in model.taps]
+        of_products = [product for layer in self._layers for product in layer.products.values()]
+        num_bytes = sum(product.weights.num_bytes for product in of_products)
+        self._threads = 1 if num_bytes < LEAST_SHARED else None
         self._planned: OrderedDict[tuple[int, int, bool, Computer], _Planned] = OrderedDict()
 
     # --- the constants --------------------------------------------------------------------------
@@ -251,7 +257,7 @@ class SliceGraph:
         wide: bool,
     ) -> np.ndarray:
         """The result of these rows of a batch, those that its segments have in these slices."""
-        computer = compute.computer()
+        computer = compute.computer(self._threads)
         slots, sees = _keys_of(segments)
         count, keys = len(rows), len(slots)
         padding = -count % WIDE if wide else 0
@@ -281,12 +287,12 @@ class SliceGraph:
         if planned is None:
             planned = self._planned[key] = self._make(rows, keys, wide)
         self._planned.move_to_end(key)
-        while len(self._planned) > 1 and (
-            len(self._planned) > KEPT_GRAPHS
-            or sum(each.num_bytes for each in self._planned.values()) > KEPT_BYTES
-        ):
+        while len(self._planned) > 1 and self._kept_bytes() > KEPT_BYTES:
             self._planned.popitem(last=False)
         return planned
+
+    def _kept_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._planned.values())
 
     def _make(self, rows: int, keys: int, wide: bool) -> _Planned:
         lib = self._library
@@ -376,7 +382,7 @@ class SliceGraph:
             _free(lib, buffers, memory, context)
             raise MemoryError("there is no memory for a batch")
         num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes
-        num_bytes += sum(each.nbytes for each in outputs)
+        num_bytes += sum(each.nbytes for each in outputs) + lib.context_bytes(count, count)
         planned = _Planned(graph, inputs, positions, write, read, mask, outputs, held, num_bytes)
         weakref.finalize(planned, _free, lib, buffers, memory, context)
         return planned

@@ -97,6 +97,11 @@ class Fastest:
     way: str
 
 
+def num_plain_bytes(model: nn.Module) -> int:
+    """The bytes of the weights of its plain linear layers."""
+    return sum(each.weight.nbytes for each in filter(_is_plain, model.modules()))
+
+
 def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     """Let the linear layers of a model compute few rows in the way that is clearly the fastest, and
     return its name. Models of less than LEAST_BYTES are left alone.
@@ -104,9 +109,9 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     `room`: bytes that packed weights may take. Weights that are mapped from a file take none, and
     packed ones do.
     """
-    layers = [each for each in model.modules() if _is_plain(each)]
-    if sum(each.weight.nbytes for each in layers) < LEAST_BYTES:
+    if num_plain_bytes(model) < LEAST_BYTES:
         return USUAL
+    layers = [*filter(_is_plain, model.modules())]
     owners = Counter(id(each) for part in model.modules() for each in part._parameters.values())
     own = [each for each in layers if owners[id(each.weight)] == 1]
     can_pack = sum(each.weight.nbytes for each in own) <= room

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from pipespec.engine.attention import select
-from pipespec.engine.graphs.ggml_graph import use_ggml
+from pipespec.engine.ggml import library
+from pipespec.engine.graphs.ggml_graph import LEAST_SHARED, use_ggml
 from pipespec.engine.graphs.graphs import CaptureFunction, Compute, capture_cuda_graph
 from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.precision import name_of
@@ -175,5 +176,7 @@ def use_fastest_products(model: ModelSlice, room: float = math.inf) -> None:
         return
     whole = nn.ModuleList((model.base, model.model))
     model.products = cpu_products.use_fastest(whole, room - model.num_kv_bytes)
-    if model.products == cpu_products.GGML and model.any_attention:
+    # A pass of few weights takes the time of Python, of which a graph of all layers has none.
+    small = cpu_products.num_plain_bytes(model.base) < LEAST_SHARED and library.load() is not None
+    if model.any_attention and (small or model.products == cpu_products.GGML):
         use_ggml(model)

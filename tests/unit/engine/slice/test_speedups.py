@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.attention.device_plan import TorchBackend
+from pipespec.engine.ggml import compute, library
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.engine.slice.speedups import autotune, compile_slice
+from pipespec.engine.slice.speedups import autotune, compile_slice, use_fastest_products
 from tests.helpers import models
 from tests.helpers.recording import stand_in
 
@@ -127,3 +131,42 @@ def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> N
     autotune(model, [64])
     assert model.refused == []
     torch.testing.assert_close(says(model), before, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_few_weights_are_one_graph_by_one_thread_whose_rows_are_the_same_in_every_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, dtype=torch.float32)
+    before = says(model)
+    used = []
+    graph_compute = compute.Computer.compute
+
+    def counted(self: compute.Computer, *args: object, **how: bool) -> None:
+        used.append(self.sizes)
+        graph_compute(self, *args, **how)
+
+    monkeypatch.setattr(compute, "num_threads", lambda: 2)
+    monkeypatch.setattr(compute.Computer, "compute", counted)
+    use_fastest_products(model)
+    assert (model.attention, model.refused) == ("ggml", [])
+    torch.testing.assert_close(says(model), before, rtol=1e-4, atol=1e-4)
+    assert {*used} == {(1, 1)}
+    text, positions, slots = torch.tensor([3, 5, 8, 9]), torch.arange(4), np.arange(4)
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        """Of an answer, after those before them."""
+        plan = causal_plan(slots[:start], slots[start:stop])
+        plan = replace(plan, num_prompt=np.zeros(1, np.int64))
+        return model.forward(text[start:stop], positions[start:stop], plan)
+
+    assert torch.equal(torch.cat([rows(i, i + 1) for i in range(4)]), rows(0, 4))
+
+
+def test_without_ggml_few_weights_are_computed_as_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)
+    model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, dtype=torch.float32)
+    use_fastest_products(model)
+    assert (model.attention, model.refused) == ("sdpa", [])
