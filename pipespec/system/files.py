@@ -14,9 +14,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "pipespec-"
-# The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux.
-MAX_SOCKET = 103
+MAX_SOCKET = 107  # bytes of the longest path of a Unix socket
 # `read` returns at the end of the pipe, as no process writes to it.
 _REMOVER = 'read -r _; exec rm -rf -- "$0"'
 
@@ -66,16 +64,16 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _unused_path(longest_name: str) -> Path:
-    name = PREFIX + secrets.token_urlsafe(6)
+    name = f"pipespec-{secrets.token_urlsafe(6)}"
     path = Path(tempfile.gettempdir(), name)
     return path if len(str(path / longest_name)) < MAX_SOCKET else Path("/tmp", name)
 
 
 class TemporaryFolder:
     """A new folder of this user alone, with a path short enough for a socket of this name. `hold`
-    is the descriptor for children to inherit."""
+    is the descriptor for children to inherit; those that are forked do."""
 
-    def __init__(self, longest_name: str) -> None:
+    def __init__(self, longest_name: str = "") -> None:
         self.folder = _unused_path(longest_name)
         read, self.hold = os.pipe()
         try:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -56,9 +55,7 @@ def is_ours(process: psutil.Process) -> bool:
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` that ends a child with the process `parent`, on Linux."""
-    if sys.platform != "linux":
-        return lambda: None
+    """A `preexec_fn` that ends a child with the process `parent`."""
     # Loaded here: between fork and exec little is safe.
     libc = ctypes.CDLL(None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from pipespec.engine.attention.attention_plan import (
     LayerPool,
     Reach,
     Segment,
-    plan_of,
 )
 
 HEADS, DIM, VALUE_DIM = 4, 8, 6
@@ -63,15 +60,13 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
             )
         )
         row += rows
-    plan = plan_of(parts, np.concatenate(writes))
-    pages = np.pad(plan.pages, ((1, 0), (0, 1)), constant_values=-1)  # no slot
-    return replace(plan, pages=pages, page_row=plan.page_row + 1)
+    return AttentionPlan(np.concatenate(writes), parts)
 
 
 def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
     """For each row the slots that it sees, with their positions."""
     found = []
-    for part in plan.segments():
+    for part in plan.segments:
         for at, mask in zip(part.positions.tolist(), part.mask, strict=True):
             keys = dict(zip(part.prefix.tolist(), range(len(part.prefix)), strict=True))
             tree = zip(part.tree[mask].tolist(), part.tree_positions[mask].tolist(), strict=True)

@@ -61,7 +61,7 @@ class ToyModel:
 
     def paths(self, plan: AttentionPlan) -> Iterator[tuple[int, np.ndarray]]:
         """The slots of the text up to each row."""
-        for segment in plan.segments():
+        for segment in plan.segments:
             for row, position in enumerate(segment.positions.tolist()):
                 seen = segment.mask[row]
                 where = np.concatenate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ PATIENCE = 60
 NAME = "lab-1-beta"
 HOLDER = """
     import sys
-    from pathlib import Path
     from pipespec.cluster.host_link.agent_lock import sole_agent
-    with sole_agent(sys.argv[1], Path(sys.argv[2])):
+    with sole_agent(sys.argv[1]):
         print("held", flush=True)
         sys.stdin.read()
 """
@@ -36,9 +34,9 @@ def runtime(tmp_path, monkeypatch) -> Path:
     return tmp_path / "pipespec"
 
 
-def started(directory: Path) -> subprocess.Popen[str]:
+def started() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLDER), NAME, str(directory)],
+        [sys.executable, "-c", textwrap.dedent(HOLDER), NAME],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -47,8 +45,8 @@ def started(directory: Path) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    process = started(directory)
+def holder() -> Iterator[subprocess.Popen[str]]:
+    process = started()
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -58,36 +56,23 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """What an agent that is killed leaves."""
-    path = Path(tempfile.mkdtemp(prefix="pipespec-"))
-    (path / "log").touch()
-    yield path
-    if path.exists():
-        (path / "log").unlink(missing_ok=True)
-        path.rmdir()
-
-
-def test_the_earlier_holder_is_ended_and_what_it_left_removed(directory, tmp_path, runtime):
-    with holder(directory) as earlier, sole_agent(NAME, tmp_path):
+def test_the_earlier_holder_is_ended(runtime):
+    with holder() as earlier, sole_agent(NAME):
         assert earlier.wait(PATIENCE) != 0
         lock = runtime / f"{NAME}.lock"
         assert lock.read_text().splitlines()[0] == str(os.getpid())
-        assert not directory.exists()
 
 
-def test_what_an_agent_of_another_cluster_left_is_removed(directory, tmp_path, runtime):
-    with holder(directory) as earlier:
+def test_the_lock_that_an_agent_of_another_cluster_left_is_removed(runtime):
+    with holder() as earlier:
         other = runtime / "another.lock"
         (runtime / f"{NAME}.lock").rename(other)
-        with sole_agent(NAME, tmp_path):
+        with sole_agent(NAME):
             assert other.exists()
         earlier.kill()
         earlier.wait()
-        with sole_agent(NAME, tmp_path):
+        with sole_agent(NAME):
             assert [*runtime.iterdir()] == [runtime / f"{NAME}.lock"]
-    assert not directory.exists()
 
 
 def test_the_folder_of_locks_is_for_this_user_alone(runtime):
@@ -98,7 +83,7 @@ def test_the_folder_of_locks_is_for_this_user_alone(runtime):
 def test_a_folder_to_which_others_can_write_is_refused(runtime):
     runtime.mkdir()
     runtime.chmod(0o777)
-    with pytest.raises(ConfigError, match="Others can write to"), sole_agent(NAME, runtime):
+    with pytest.raises(ConfigError, match="Others can write to"), sole_agent(NAME):
         pass
 
 
@@ -107,22 +92,22 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(runtime, tmp_path):
     precious.write_text("keep")
     runtime_folder()
     (runtime / f"{NAME}.lock").symlink_to(precious)
-    with pytest.raises(OSError, match="symbolic links"), sole_agent(NAME, tmp_path):
+    with pytest.raises(OSError, match="symbolic links"), sole_agent(NAME):
         pass
     assert precious.read_text() == "keep"
 
 
 @pytest.mark.parametrize("named", ["a bystander", "a group"])
-def test_lock_whose_file_names_another_process_signals_none(named, directory, tmp_path):
+def test_lock_whose_file_names_another_process_signals_none(named):
     """Somebody holds the lock whose file names others: only a matching start is signalled."""
     bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        with holder(directory) as earlier:
+        with holder() as earlier:
             lock = runtime_folder() / f"{NAME}.lock"
             pid = -1 if named == "a group" else bystander.pid
             begun = since_boot(psutil.Process(bystander.pid)) - 3600
-            lock.write_text(f"{pid}\n{begun}\n{directory}\n")
-            waiting = started(tmp_path)
+            lock.write_text(f"{pid}\n{begun}\n")
+            waiting = started()
             try:
                 # It gets the lock only by the holder's own end.
                 assert earlier.stdin is not None
@@ -137,12 +122,3 @@ def test_lock_whose_file_names_another_process_signals_none(named, directory, tm
     finally:
         bystander.kill()
         bystander.communicate()
-
-
-def test_only_a_temporary_folder_of_ours_is_removed(tmp_path):
-    mine = tmp_path / "documents"
-    mine.mkdir()
-    runtime_folder()
-    (runtime_folder() / f"{NAME}.lock").write_text(f"1\n1.0\n{mine}\n")
-    with sole_agent(NAME, tmp_path):
-        assert mine.exists()

@@ -113,6 +113,11 @@ def pids_at(meeting: Path, num_ranks: int) -> list[int]:
     return [int((meeting / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
+def workers_of(agent: psutil.Process) -> list[psutil.Process]:
+    """The children of an agent but what removes its folder."""
+    return [child for child in agent.children() if child.name() not in ("sh", "rm")]
+
+
 def unused(names: set[str]) -> set[str]:
     """Those of the files in shared memory that no process has mapped: others run tests too."""
     for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
@@ -132,6 +137,7 @@ def nothing_stays(tmp_path, monkeypatch):  # noqa: ARG001 - tmp_path must not co
     semaphores = set(os.listdir("/dev/shm"))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before
+    until(lambda: not os.listdir(directory))  # those of processes that were killed, soon
     os.rmdir(directory)
     until(lambda: unused(set(os.listdir("/dev/shm")) - semaphores) == set())
 
@@ -205,7 +211,7 @@ def test_the_death_of_what_started_them_ends_the_ranks(meeting, place):
     with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)
         agent = psutil.Process(os.getsid(pids[0]))  # it leads the ranks' session
-        assert {child.pid for child in agent.children()} == set(pids)
+        assert {child.pid for child in workers_of(agent)} == set(pids)
         assert agent.num_threads() == 1  # a process with threads must not fork
         agent.kill()
         until(lambda: not any(map(is_alive, pids)), LIMIT_S)
@@ -238,15 +244,15 @@ agent.main()
     "code", ["time.sleep(60)", "print('x' * 2**18, flush=True); time.sleep(1)"]
 )
 def test_a_host_whose_launcher_is_silent_ends_also_while_it_cannot_write(code):
-    setup = AgentSetup(None, (), 1, "127.0.0.1", remote=True)
+    setup = AgentSetup((), 1, "127.0.0.1", remote=True)
     args = pickle.dumps((f"import time\nwhile True: {code}",))
     job = WorkerJob("builtins:exec", args, ("a/0",), ("a/0",), "a", logs=True)
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe) as agent:
         agent.stdin.write(f"{own_version()}\n".encode() + pickle.dumps(setup) + pickle.dumps(job))
         agent.stdin.flush()
-        until(lambda: psutil.Process(agent.pid).children(), PATIENCE)
-        (worker,) = psutil.Process(agent.pid).children()
+        until(lambda: workers_of(psutil.Process(agent.pid)), PATIENCE)
+        (worker,) = workers_of(psutil.Process(agent.pid))
         assert agent.wait(LIMIT_S) == 1
         until(lambda: not is_alive(worker.pid), LIMIT_S)
 

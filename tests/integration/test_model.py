@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from pipespec.core import SamplingParams
-from pipespec.engine.attention.attention_plan import Segment, causal_plan, plan_of
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS, text_names
 from pipespec.engine.graphs.graphs import CaptureFunction
@@ -646,6 +646,6 @@ class _RandomTree:
                 tree_positions=positions[:num_keys].numpy(),
                 mask=mask.numpy(),
             )
-            plan = plan_of([segment], node_slots[batch])
+            plan = AttentionPlan(node_slots[batch], [segment])
             logits.append(run(slices, self.tokens[batch], positions[batch], plan))
         return torch.cat(logits)

@@ -1,12 +1,10 @@
-"""Lets one agent of a name run on a host: a later one ends an earlier one and removes its files."""
+"""Lets one agent of a name run on a host: a later one ends an earlier one."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,10 +45,10 @@ def runtime_folder() -> Path:
 
 
 @contextmanager
-def sole_agent(name: str | None, directory: Path) -> Iterator[None]:
+def sole_agent(name: str | None) -> Iterator[None]:
     """End the process of that name, if there is one, and keep the name for the block. The lock's
-    file names the holder and its `directory`, which the next holder removes if this one is killed.
-    Without a name nothing is locked. Raises ConfigError."""
+    file names the holder; one that was killed leaves it to the next. Without a name nothing is
+    locked. Raises ConfigError."""
     if name is None:
         yield
         return
@@ -61,15 +59,13 @@ def sole_agent(name: str | None, directory: Path) -> Iterator[None]:
     while (descriptor := lock_file(path)) is None:
         with suppress(OSError, UnicodeError):
             holder = path.read_text().splitlines()
-            if len(holder) == 3:
+            if len(holder) == 2:
                 kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
                 _signal(holder[0], holder[1], kind)
         time.sleep(LOOK_S)
     with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
-        _remove_directory(file.read())
-        file.seek(0)
         file.truncate()
-        file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
+        file.write(f"{os.getpid()}\n{own_start_time()}\n")
         file.flush()
         try:
             yield
@@ -86,24 +82,8 @@ def _signal(pid: str, created: str, kind: signal.Signals) -> None:
 
 
 def _remove_killed(lock: Path) -> None:
-    """Remove the lock of an agent that was killed, and its directory."""
-    with suppress(OSError, UnicodeError):
-        if (descriptor := lock_file(lock)) is not None:
-            with os.fdopen(descriptor, encoding="utf-8") as file:
-                _remove_directory(file.read())
-                lock.unlink()
-
-
-def _remove_directory(holder: str) -> None:
-    """Remove what the agent that wrote a lock left: a temporary folder of this user, and nothing
-    else."""
-    temporary = {Path(tempfile.gettempdir()), Path("/tmp")}
-    lines = holder.splitlines()
-    if len(lines) != 3:
-        return
-    directory = Path(lines[2])
+    """Remove the lock of an agent that was killed."""
     with suppress(OSError):
-        found = directory.lstat()
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if ours and directory.parent in temporary and directory.name.startswith("pipespec-"):
-            shutil.rmtree(directory)
+        if (descriptor := lock_file(lock)) is not None:
+            lock.unlink()
+            os.close(descriptor)

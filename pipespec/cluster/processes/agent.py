@@ -17,7 +17,6 @@ import gc
 import os
 import pickle
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
@@ -36,7 +34,7 @@ from pipespec.cluster.host_link.agent_lock import sole_agent
 from pipespec.cluster.processes.forked_workers import WorkerJob, run_workers, send_message
 from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
-from pipespec.system.files import PREFIX
+from pipespec.system.files import TemporaryFolder
 from pipespec.system.network_interfaces import interface_with, interfaces, resolve
 from pipespec.system.versions import has_own_protocol, own_version
 
@@ -45,6 +43,8 @@ SILENCE_S = 40
 # Seconds between two signs of life, and between two looks for the launcher while modules are
 # imported.
 SIGN_OF_LIFE_S, LOOK_S = 1.0, 0.5
+# Seconds within which the folder of this host is removed.
+REMOVING_S = 2.0
 
 
 class EndRequested(BaseException):
@@ -53,14 +53,12 @@ class EndRequested(BaseException):
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the agent must know before it imports. `directory` has all files of this host; None: it
-    makes and removes one. `preload`: modules to import once for all workers.
-    Batches use `interface`, or the one that has `address`. `lock` names the lock that one agent of
-    the host holds; an older holder is ended. `remote`: the launcher is at the other end of an SSH
-    connection; `restarted`: the cluster runs already, and the host may have another version by
-    now."""
+    """What the agent must know before it imports. `preload`: modules to import once for all
+    workers. Batches use `interface`, or the one that has `address`. `lock` names the lock that one
+    agent of the host holds; an older holder is ended. `remote`: the launcher is at the other end of
+    an SSH connection; `restarted`: the cluster runs already, and the host may have another version
+    by now."""
 
-    directory: str | None
     preload: tuple[str, ...]
     num_workers: int
     address: str
@@ -92,12 +90,11 @@ def _main(stdin: BinaryIO) -> int:
     if not setup.restarted:
         check_version(launcher)
     with ExitStack() as stack:
-        directory = Path(
-            setup.directory
-            or stack.enter_context(TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))
-        )
-        stack.enter_context(sole_agent(setup.lock, directory))
-        _set_environment(setup, directory)
+        stack.enter_context(sole_agent(setup.lock))
+        # The workers hold it too: it is removed with the last of them, whatever ends them.
+        scratch = TemporaryFolder()
+        stack.callback(scratch.close, REMOVING_S)
+        _set_environment(setup, scratch.folder)
         send_message({"preparing": True})
         for ending in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(ending, _on_signal)
@@ -108,12 +105,10 @@ def _main(stdin: BinaryIO) -> int:
             rearm = partial(signal.alarm, SILENCE_S if setup.remote else 0)
             rearm()
             try:
-                outcome = run_workers(directory, job, stdin.fileno(), rearm)
+                outcome = run_workers(scratch.folder, job, stdin.fileno(), rearm)
             except OSError as error:  # such as no memory for a process
                 outcome = {"failed": f"the agent of host {job.host} cannot go on ({error})"}
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
-            # A launcher that was killed cannot remove its directory.
-            shutil.rmtree(directory, ignore_errors=True)
             return 1
         send_message(outcome)
         return 0
@@ -123,7 +118,7 @@ def _import(modules: Sequence[str], stdin: BinaryIO) -> None:
     """Import what all workers need, while the launcher decides. Raises EndRequested when it is
     gone."""
     hung_up = select.poll()
-    hung_up.register(stdin, getattr(select, "POLLRDHUP", 0))
+    hung_up.register(stdin, select.POLLRDHUP)
 
     def look(*_: object) -> None:
         if hung_up.poll(0):
@@ -171,7 +166,7 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     # `torch.cuda.is_available` asks NVML, so that no import makes this process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # Whatever a killed process leaves is removed with the directory.
+    # Whatever a killed process leaves is removed with it.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)
     choose_interface(setup.address, setup.interface)
 

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.host_link import programs
@@ -26,7 +24,6 @@ from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.processes.forked_workers import WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import Host
-from pipespec.system.files import PREFIX
 from pipespec.system.versions import own_version
 
 AGENT = "pipespec.cluster.processes.agent"
@@ -88,10 +85,7 @@ class AgentHandle:
         self._answered = False  # whether it sent another message
         self._works = False  # whether it has forked workers
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
-        self._directory: Path | None = None
         try:
-            if self.host.local:  # other hosts make one of their own
-                self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             self._agent = programs.start_module(
                 self.host,
@@ -104,11 +98,10 @@ class AgentHandle:
             self._listener = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
             self._listener.start()
         except BaseException:  # a signal, too: the process reads the end of its input, and ends
-            self._remove_files()
+            self._log.close()
             raise
         self._writing = threading.Lock()
         setup = AgentSetup(
-            directory=None if self._directory is None else str(self._directory),
             preload=self._modules,
             num_workers=len(self.host.devices),
             address=self.host.address,
@@ -189,7 +182,7 @@ class AgentHandle:
             if time.monotonic() - self._began < _RETRY_S:
                 return
             self._end_processes()
-            self._remove_files()
+            self._log.close()
             if self._answered:  # else they died before, and there were no others
                 for worker in self.host.workers:
                     self._deaths.put(WorkerDeath(worker, "its host was lost", None))
@@ -213,13 +206,13 @@ class AgentHandle:
             self._agent.stdin.close()
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End every worker and helper and remove their files; harmless when called again. An agent
-        that has not ended after `patience_s` seconds is killed."""
+        """End every worker and helper; harmless when called again. An agent that has not ended
+        after `patience_s` seconds is killed."""
         with self._changing:
             if not self._stopped:
                 self._stopped = True
                 self._end_processes(patience_s)
-                self._remove_files()
+                self._log.close()
 
     def _listen(self, agent: programs.Program) -> None:
         assert agent.stdout is not None
@@ -277,11 +270,6 @@ class AgentHandle:
         self._signal_group(signal.SIGKILL)
         self._listener.join()
         self._agent.stdout.close()
-
-    def _remove_files(self) -> None:
-        self._log.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _signal_group(self, number: signal.Signals) -> None:
         # While the pipe is held the group has a process, so its id cannot be another's.

@@ -154,8 +154,8 @@ class WorkerGroup:
             host.restart_if_lost()
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End every worker and helper and remove their files; harmless when called again. Agents
-        that have not ended after `patience_s` seconds are killed."""
+        """End every worker and helper; harmless when called again. Agents that have not ended after
+        `patience_s` seconds are killed."""
         for host in self._hosts:
             host.close_stdin()
         deadline = time.monotonic() + patience_s

@@ -12,16 +12,15 @@ A row attends to all of its segment's prefix and to the tree keys that its mask 
 the layer's sliding window or chunk if it has one. Prefix and tree keys include the rows themselves.
 A backend gets the plan only; it knows neither trees nor requests.
 
-The plan consists of columns: the rows, tree keys and masks of all segments are concatenated, with
-offsets; prefixes stay in the page table, which outlives the batch.
+Prefixes are views of the page table (`pipespec.engine.slice.kv_allocator`), which outlives the
+batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,11 +34,23 @@ POOL_TYPES = {KV_INT8: torch.int8, KV_FP8: torch.uint8}
 LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Segment:
-    """The rows of one request, a contiguous part of a batch, and the keys they see: `prefix` `[p]`
-    are the slots of positions 0..p-1, `tree` `[t]` those of the tree keys at `tree_positions`;
-    `mask` bool `[rows, t]` is True where a row sees a tree key."""
+    """The rows of one request, a contiguous part of a batch, and the keys they see. Arrays but for
+    `mask` are int64.
+
+    Attributes:
+        positions: of the rows, `[rows]`.
+        prefix: the slots of positions 0..p-1, `[p]`, which do not change while the plan is used.
+        tree, tree_positions: slot and position of each tree key, `[t]`.
+        mask: whether a row sees a tree key, bool `[rows, t]`.
+        page: the request's row of the page table.
+        num_prompt: how many of the first rows are of a prompt.
+        num_committed: how many of the first rows are committed already.
+        keeps_state: behind how many committed tokens of the sequence layers with a running state
+            keep that, for sequences that share the text; 0: none.
+        state_number: which of the kept states that becomes.
+    """
 
     rows: slice
     positions: np.ndarray
@@ -47,67 +58,26 @@ class Segment:
     tree: np.ndarray
     tree_positions: np.ndarray
     mask: np.ndarray
+    page: int = 0
+    num_prompt: int = 0
+    num_committed: int = 0
+    keeps_state: int = 0
+    state_number: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Where one batch's rows store their K and V, and what they attend to.
-
-    Arrays are int64 but for `mask`. Segment i has the rows `row_start[i]` to `row_start[i + 1]`
-    and the tree keys `tree_start[i]` to `tree_start[i + 1]`.
-
-    Attributes:
-        write, positions: slot and position of each row, `[rows]`.
-        row_start, tree_start: `[segments + 1]`.
-        pages: the page table (`pipespec.engine.slice.kv_allocator`), `[sequences, positions]`. The
-            part that a segment reads does not change while the plan is used.
-        page_row, prefix_length: the segment's row of the page table, and how many positions of it
-            the segment reads, `[segments]`.
-        tree, tree_positions: slot and position of each tree key, `[keys]`.
-        mask: for each segment, bool `[rows, tree keys]`; flattened and concatenated.
-        num_prompt: how many of the segment's first rows are of a prompt, `[segments]`.
-        num_committed: how many of the segment's first rows are committed already, `[segments]`.
-        keeps_state: behind how many committed tokens of the segment's sequence layers with a
-            running state keep that, for sequences that share the text; 0: none; `[segments]`.
-        state_number: which of the kept states that becomes, `[segments]`.
-        imagined: the texts before the rows were never computed, as when something is measured.
-    """
+    """Where one batch's rows store their K and V, int64 `[rows]`, and what they attend to.
+    `imagined`: the texts before the rows were never computed, as when something is measured."""
 
     write: np.ndarray
-    positions: np.ndarray
-    row_start: np.ndarray
-    pages: np.ndarray
-    page_row: np.ndarray
-    prefix_length: np.ndarray
-    tree: np.ndarray
-    tree_positions: np.ndarray
-    tree_start: np.ndarray
-    mask: np.ndarray
-    num_prompt: np.ndarray
-    num_committed: np.ndarray
-    keeps_state: np.ndarray
-    state_number: np.ndarray
+    segments: Sequence[Segment]
     imagined: bool = False
 
-    def segments(self) -> Iterator[Segment]:
-        seen = 0
-        bounds = zip(
-            pairwise(self.row_start.tolist()),
-            pairwise(self.tree_start.tolist()),
-            self.page_row.tolist(),
-            self.prefix_length.tolist(),
-            strict=True,
-        )
-        for (row, end), (key, last), page, length in bounds:
-            first, seen = seen, seen + (end - row) * (last - key)
-            yield Segment(
-                rows=slice(row, end),
-                positions=self.positions[row:end],
-                prefix=self.pages[page, :length],
-                tree=self.tree[key:last],
-                tree_positions=self.tree_positions[key:last],
-                mask=self.mask[first:seen].reshape(end - row, last - key),
-            )
+    @property
+    def positions(self) -> np.ndarray:
+        """Those of all rows, `[rows]`."""
+        return np.concatenate([segment.positions for segment in self.segments])
 
 
 class Reach(NamedTuple):
@@ -231,30 +201,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-def plan_of(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
-    """The plan of these segments, in order, whose rows are draft tokens and use the slots `write`
-    `[rows]`."""
-    prefixes = [segment.prefix for segment in segments]
-    pages = np.zeros((len(segments), max(map(len, prefixes))), np.int64)
-    for page, prefix in zip(pages, prefixes, strict=True):
-        page[: len(prefix)] = prefix
-    names = ("num_prompt", "num_committed", "keeps_state", "state_number")
-    none: dict[str, Any] = {name: np.zeros(len(segments), np.int64) for name in names}
-    return AttentionPlan(
-        write=write,
-        positions=np.concatenate([segment.positions for segment in segments]),
-        row_start=np.array([0, *(segment.rows.stop for segment in segments)]),
-        pages=pages,
-        page_row=np.arange(len(segments)),
-        prefix_length=np.array([*map(len, prefixes)]),
-        tree=np.concatenate([segment.tree for segment in segments]),
-        tree_positions=np.concatenate([segment.tree_positions for segment in segments]),
-        tree_start=np.cumsum([0, *(len(segment.tree) for segment in segments)]),
-        mask=np.concatenate([segment.mask.ravel() for segment in segments]),
-        **none,
-    )
-
-
 def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False) -> AttentionPlan:
     """The plan of a chunk of a prompt: each row sees `prefix` `[p]` and the rows up to itself, in
     the slots `write` `[rows]`. `imagined`: the prefix was never computed, and the rows are draft
@@ -262,7 +208,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
     rows = len(write)
     positions = np.arange(len(prefix), len(prefix) + rows)
     sees = np.tri(rows, dtype=bool)
-    plan = plan_of([Segment(slice(0, rows), positions, prefix, write, positions, sees)], write)
-    if imagined:
-        return replace(plan, imagined=True)
-    return replace(plan, num_prompt=np.array([rows]), num_committed=np.array([rows]))
+    segment = Segment(slice(0, rows), positions, prefix, write, positions, sees)
+    if not imagined:
+        segment.num_prompt = segment.num_committed = rows
+    return AttentionPlan(write, [segment], imagined)

@@ -46,9 +46,9 @@ class PlanCapacity(NamedTuple):
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> PlanCapacity:
-        tree = np.diff(plan.tree_start)
-        keys = len(plan.tree) + int(plan.prefix_length.sum())
-        return cls(len(plan.write), int(tree.max()), len(plan.tree), keys)
+        trees = [len(segment.tree) for segment in plan.segments]
+        keys = sum(trees) + sum(len(segment.prefix) for segment in plan.segments)
+        return cls(len(plan.write), max(trees), sum(trees), keys)
 
     def holds(self, other: PlanCapacity) -> bool:
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
@@ -116,37 +116,30 @@ class DevicePlan:
     def fill(self, plan: AttentionPlan) -> None:
         """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
         self._arrays.wait()
-        host, rows = self._arrays.host, len(plan.write)
-        count = np.diff(plan.row_start)
-        trees = np.diff(plan.tree_start)
-        keys = np.concatenate(([0], np.cumsum(plan.prefix_length + trees)))
-        of_segments = np.stack((1 + keys[:-1], plan.prefix_length, trees, plan.tree_start[:-1]))
+        host, rows, segments = self._arrays.host, len(plan.write), plan.segments
+        sizes = [(len(each.positions), len(each.prefix), len(each.tree)) for each in segments]
+        count, prefixes, trees = np.array(sizes).T
+        keys = prefixes + trees
+        of_segments = np.stack(
+            (1 + np.cumsum(keys) - keys, prefixes, trees, np.cumsum(trees) - trees)
+        )
         host["rows"][:, :rows] = plan.write, plan.positions, *np.repeat(of_segments, count, 1)
         host["rows"][:, rows:] = np.array([[self._trash], [0], [0], [1], [0], [0]])
-        starts = np.append(plan.row_start, self.capacity.rows)
-        lengths = np.append(plan.prefix_length + trees, 1)
+        starts = np.array([0, *(segment.rows.stop for segment in segments), self.capacity.rows])
+        lengths = np.append(keys, 1)
         for size in self.tilings:
             tiles = _tiles(starts, lengths, size)
             host[f"tiles_{size}"][...] = 0
             host[f"tiles_{size}"][: len(tiles)] = tiles
             host[f"splits_{size}"][...] = np.repeat(tiles[:, 2], tiles[:, 1])
-        host["mask"][:rows] = _words(plan, np.repeat(trees, count), host["mask"].shape[1])
-        host["tree_positions"][: len(plan.tree)] = plan.tree_positions
-        slots = host["slots"]
-        slots[0] = self._trash
-        bounds = zip(
-            plan.page_row.tolist(),
-            plan.prefix_length.tolist(),
-            plan.tree_start.tolist(),
-            trees.tolist(),
-            (1 + keys[:-1]).tolist(),
-            strict=False,
-        )
-        for page, length, start, tree, at in bounds:
-            slots[at : at + length] = plan.pages[page, :length]
-            slots[at + length : at + length + tree] = plan.tree[start : start + tree]
-        self.longest = int((plan.prefix_length + trees).max())
-        self._arrays.copy(unused=len(slots) - 1 - int(keys[-1]))
+        host["mask"][:rows] = _words(plan, host["mask"].shape[1])
+        positions = np.concatenate([segment.tree_positions for segment in segments])
+        host["tree_positions"][: len(positions)] = positions
+        read = [part for segment in segments for part in (segment.prefix, segment.tree)]
+        slots, end = host["slots"], 1 + int(keys.sum())
+        slots[0], slots[1:end] = self._trash, np.concatenate(read)
+        self.longest = int(keys.max())
+        self._arrays.copy(unused=len(slots) - end)
 
 
 class DevicePlanBackend:
@@ -247,11 +240,10 @@ def _tiles(starts: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     return np.stack((first, until - first, splits), 1)
 
 
-def _words(plan: AttentionPlan, trees: np.ndarray, words: int) -> np.ndarray:
-    """The mask of each row as bits, `[rows, words]`; `trees` are the tree keys of each row."""
-    rows = len(plan.write)
-    seen = np.zeros((rows, words * WORD), bool)
-    row = np.repeat(np.arange(rows), trees)
-    column = np.arange(len(row)) - np.repeat(np.cumsum(trees) - trees, trees)
-    seen[row, column] = plan.mask
+def _words(plan: AttentionPlan, words: int) -> np.ndarray:
+    """The mask of each row as bits, `[rows, words]`."""
+    seen = np.zeros((len(plan.write), words * WORD), bool)
+    for segment in plan.segments:
+        if len(segment.tree):
+            seen[segment.rows, : len(segment.tree)] = segment.mask
     return np.packbits(seen, axis=1, bitorder="little").view("<i4")

@@ -73,8 +73,9 @@ class _LayerKind:
         options: LayerOptions,
         dtype: torch.dtype,
     ) -> None:
-        parts = [_parted(segment, options.reach) for segment in plan.segments()]
-        like = (plan.row_start, sizes, options, dtype)
+        parts = [_parted(segment, options.reach) for segment in plan.segments]
+        row_start = np.array([0, *(segment.rows.stop for segment in plan.segments)])
+        like = (row_start, sizes, options, dtype)
         self._open.plan([keys for keys, _, _ in parts], None, *like)
         self._masked.plan([keys for _, keys, _ in parts], [mask for *_, mask in parts], *like)
         self.planned = True

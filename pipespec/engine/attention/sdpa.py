@@ -124,9 +124,8 @@ def _prepared(
     plan: AttentionPlan, reach: Reach, group: int, like: Tensor
 ) -> tuple[Tensor, list[_SegmentKeys]]:
     """The rows' slots and the keys of each segment, on the device."""
-    assert len(plan.write) == plan.row_start[-1] == len(like)
-    segments = list(plan.segments())
-    read = [_read(segment, reach) for segment in segments]
+    assert len(plan.write) == len(like)
+    read = [_read(segment, reach) for segment in plan.segments]
     scattered = [index for index, _ in read if not isinstance(index, slice)]
     indices = iter(to_device_together(scattered, like.device))
     hidden = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
@@ -137,7 +136,7 @@ def _prepared(
             index if isinstance(index, slice) else next(indices),
             None if seen is None else next(biases),
         )
-        for segment, (index, seen) in zip(segments, read, strict=True)
+        for segment, (index, seen) in zip(plan.segments, read, strict=True)
     ]
     return to_device(plan.write, like.device), keys
 

@@ -8,7 +8,7 @@ of PyTorch's attention in the model's type.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from pipespec.engine.attention.attention_plan import (
     LayerOptions,
     LayerPool,
     Segment,
-    plan_of,
 )
 from pipespec.engine.attention.sdpa import SdpaBackend
 
@@ -121,4 +120,4 @@ def _plan(parts: tuple[tuple[int, int, int], ...], num_slots: int, seed: int) ->
         some, row = slice(row, row + rows), row + rows
         segments.append(Segment(some, own, mine[:length], mine[length:], at, mask))
         write.append(mine[len(mine) - rows :])
-    return replace(plan_of(segments, np.concatenate(write)), imagined=True)
+    return AttentionPlan(np.concatenate(write), segments, imagined=True)

@@ -408,8 +408,8 @@ def _passes(plan: AttentionPlan, *, wide: bool) -> Iterator[list[tuple[slice, Se
     """What is computed together: segments, and which of their rows; rows of prompts, MOST_WIDE at a
     time, or all others."""
     found: list[tuple[slice, Segment]] = []
-    for segment, prompt in zip(plan.segments(), plan.num_prompt.tolist(), strict=True):
-        middle = segment.rows.start + prompt
+    for segment in plan.segments:
+        middle = segment.rows.start + segment.num_prompt
         if not wide:
             if middle < segment.rows.stop:
                 found.append((slice(middle, segment.rows.stop), segment))
@@ -480,7 +480,7 @@ def _largest_difference(graph: SliceGraph, model: Any) -> float:
         parts.append((graph.part(0, 0), inputs, given[0], given[0]))
     if model.is_last:
         parts.append((graph.part(count, count), given[-1], output, output))
-    answer = replace(plan, num_prompt=np.zeros(1, np.int64))
+    answer = replace(plan, segments=[replace(each, num_prompt=0) for each in plan.segments])
     return max(
         float((part.forward(before, each) - after).norm() / change.norm())
         for part, before, after, change in parts

@@ -31,14 +31,12 @@ class _Sequence:
     pending: np.ndarray  # sources
     live: np.ndarray  # sources of the nodes in earlier batches
     live_columns: np.ndarray  # where they are among the tree keys
-    num_committed: int
-    kept: int  # the state to be set to that behind `kept_at` tokens, or NONE
-    kept_at: int
+    kept: int  # the state to be set to that behind `part.keeps_state` tokens, or NONE
     part: Segment
 
     @property
     def end(self) -> int:
-        return self.base + self.num_committed
+        return self.base + self.part.num_committed
 
 
 class _Planning:
@@ -50,15 +48,10 @@ class _Planning:
         self._num_entries = 0
         self._fresh: list[int] = []
         book.forget_slots(plan.write)
-        pages = plan.page_row.tolist()
-        counts = plan.num_committed.tolist()
-        parts = list(zip(plan.segments(), pages, counts, strict=True))
-        starts = [self._start(*each) for each in parts]
+        starts = [self._start(each) for each in plan.segments]
         # All that is freed is freed before new entries are given, and is read in this batch still.
-        keeps = zip(plan.keeps_state.tolist(), plan.state_number.tolist(), strict=True)
         self._sequences = [
-            self._sequence(*each, start, *kept)
-            for each, start, kept in zip(parts, starts, keeps, strict=True)
+            self._sequence(*each) for each in zip(plan.segments, starts, strict=True)
         ]
 
     def _read(self, slots: np.ndarray) -> np.ndarray:
@@ -67,42 +60,37 @@ class _Planning:
         start, self._num_entries = self._num_entries, self._num_entries + len(slots)
         return np.arange(start, self._num_entries)
 
-    def _start(self, part: Segment, page: int, num_committed: int) -> int:
+    def _start(self, part: Segment) -> int:
         """The length of a sequence's state, which is made if need be."""
-        book, pages = self._book, self._plan.pages[page]
-        base = _base(part, num_committed)
-        state = book.state_of(page)
+        book, base = self._book, _base(part)
+        state = book.state_of(part.page)
         if not base or self._plan.imagined:
             self._fresh.append(state)
             return base
-        return book.length(state, pages[:base])
+        return book.length(state, part.prefix[:base])
 
-    def _sequence(
-        self, part: Segment, page: int, num_committed: int, length: int, kept_at: int, number: int
-    ) -> _Sequence:
-        book, pages = self._book, self._plan.pages[page]
-        base = _base(part, num_committed)
-        pending = self._read(pages[length:base])
+    def _sequence(self, part: Segment, length: int) -> _Sequence:
+        book, base = self._book, _base(part)
+        pending = self._read(part.prefix[length:base])
         own = self._plan.write[part.rows]
         columns = np.flatnonzero(~np.isin(part.tree, own))
         live = self._read(part.tree[columns])
-        book.keep_only(page, self._entries[-1])
-        end = base + num_committed
+        book.keep_only(part.page, self._entries[-1])
+        end, kept_at = base + part.num_committed, part.keeps_state
 
         def last(length: int) -> int:
             """The slot of the last of so many tokens."""
             if not length:
                 return NONE
-            return int(own[length - 1 - base] if length > base else pages[length - 1])
+            return int(own[length - 1 - base] if length > base else part.prefix[length - 1])
 
-        state, kept = book.state_of(page), NONE
+        state, kept = book.state_of(part.page), NONE
         book.set_state(state, end, last(end))
         if kept_at:
             assert base <= kept_at <= end, "a state that is kept is of other rows"
-            kept = book.kept_state(number)
+            kept = book.kept_state(part.state_number)
             book.set_state(kept, kept_at, last(kept_at))
-        of_nodes = pending, live, columns
-        return _Sequence(state, length, base, *of_nodes, num_committed, kept, kept_at, part)
+        return _Sequence(state, length, base, pending, live, columns, kept, part)
 
     def result(self) -> RecurrentPlan[np.ndarray]:
         book, plan = self._book, self._plan
@@ -114,21 +102,21 @@ class _Planning:
         stored_rows, stored_entries, states, tails, also, tails_also = ([] for _ in range(6))
         for number, sequence in enumerate(self._sequences):
             span = sequence.part.rows
-            rows = np.arange(span.start, span.stop)
-            nodes = rows[sequence.num_committed :]
+            rows, count = np.arange(span.start, span.stop), sequence.part.num_committed
+            nodes = rows[count:]
             stored_rows.append(nodes)
-            page = int(plan.page_row[number])
-            stored_entries.append(book.allocate(page, plan.write[nodes]))
-            count, history_at = sequence.num_committed, zero + number * history
+            stored_entries.append(book.allocate(sequence.part.page, plan.write[nodes]))
+            history_at = zero + number * history
             inputs = _Inputs(sequence, first_row, history, history_at)
             before[span.start : span.start + count] = inputs.before_committed()
             states.append(sequence.state)
             tails.append(inputs.tail(sequence.end))
             run, kept = count if count > SHORT_RUN else 0, NONE
             if sequence.kept != NONE:
-                run, kept = sequence.kept_at - sequence.base, sequence.kept
+                kept_at, kept = sequence.part.keeps_state, sequence.kept
+                run = kept_at - sequence.base
                 also.append(kept)
-                tails_also.append(inputs.tail(sequence.kept_at))
+                tails_also.append(inputs.tail(kept_at))
             if run or kept != NONE:
                 runs.append(Run(sequence.state, slice(span.start, span.start + run), kept))
             if run < len(rows):
@@ -155,7 +143,7 @@ class _Tree:
     """The rows of a segment after the first `run`, and the nodes that they may descend from."""
 
     def __init__(self, sequence: _Sequence, first_row: int, write: np.ndarray, run: int):
-        part, count = sequence.part, sequence.num_committed - run
+        part, count = sequence.part, sequence.part.num_committed - run
         span = slice(part.rows.start + run, part.rows.stop)
         self.state, self.num_committed = sequence.state, count
         self.rows = np.arange(span.start, span.stop)
@@ -194,7 +182,7 @@ class _Inputs:
 
     def before_committed(self) -> np.ndarray:
         """Those before each committed row, the nearest first, `[rows, history]`."""
-        base, count = self._sequence.base, self._sequence.num_committed
+        base, count = self._sequence.base, self._sequence.part.num_committed
         found = self._first + np.arange(count)[:, None] - np.arange(1, self._history + 1)
         for row in range(min(count, self._history)):
             before = range(base - 1, base + row - self._history - 1, -1)
@@ -204,7 +192,7 @@ class _Inputs:
     def before_nodes(self, tree: _Tree) -> np.ndarray:
         """Those before each node, in the order of the batch's rows, `[nodes, history]`."""
         end = self._sequence.end
-        first = self._sequence.part.rows.start + self._sequence.num_committed
+        first = self._sequence.part.rows.start + self._sequence.part.num_committed
         nodes = np.flatnonzero(tree.rows >= first)
         found = np.zeros((len(nodes), self._history), np.int64)
         for row in nodes.tolist():
@@ -227,9 +215,9 @@ class _Inputs:
         return self._history_at + self._history - sequence.length + position
 
 
-def _base(part: Segment, num_committed: int) -> int:
+def _base(part: Segment) -> int:
     """The committed tokens before the first row of a segment."""
-    return int(part.positions[0]) if num_committed else len(part.prefix)
+    return int(part.positions[0]) if part.num_committed else len(part.prefix)
 
 
 def _fold(sequences: Sequence[_Sequence], zero: int) -> Fold[np.ndarray] | None:

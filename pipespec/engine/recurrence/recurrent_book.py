@@ -10,7 +10,7 @@ sequence comes to the layers next. The KV slot of a node finds its entry:
     rows                   of this batch: first the committed ones, then nodes with new entries
 
 A sequence that shares the beginning of another starts from a copy of a state that has seen just
-that. For this the head has states kept while a text is read (`AttentionPlan.keeps_state`), by
+that. For this the head has states kept while a text is read (`Segment.keeps_state`), by
 numbers: a number that is given again stands for another state from then on.
 """
 

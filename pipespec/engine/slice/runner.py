@@ -26,7 +26,7 @@ from pipespec.core import (
     PromptLogprobs,
     Verdict,
 )
-from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment
 from pipespec.engine.slice.kv_allocator import KVSlotAllocator, PageTable
 from pipespec.engine.slice.memory_failures import MemoryFailures
 from pipespec.engine.slice.model_slice import ModelSlice
@@ -94,7 +94,7 @@ class SliceRunner:
         def forward(kept: np.ndarray) -> torch.Tensor:
             part = batch if kept.all() else batch.select(kept)
             plan = self._plan(part, local[kept], slots[kept])
-            self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
+            self.slots_read = sum(len(each.prefix) + len(each.tree) for each in plan.segments)
             inputs = part.hidden
             if inputs is None:
                 # Ids beyond the draft's embedding are padding of the target's, so any id will do.
@@ -143,46 +143,38 @@ class SliceRunner:
         """The attention plan of a batch whose rows have these local indices. All rows of a sequence
         see its committed tokens up to the first row of this batch. The tree keys are the rows that
         are committed after that (a prompt chunk, causal) and every live node."""
-        rows = batch.rows
-        nodes, positions = self.nodes, rows[:, POSITION].copy()
-        spans = list(_spans(rows))
-        prefixes, keys, keys_at, masks, committed, prompts = [], [], [], [], [], []
-        for sequence, span in spans:
-            lineage, mine = self.lineages[sequence], local[span]
+        nodes, positions = self.nodes, batch.rows[:, POSITION].copy()
+        states = {sequence: state for sequence, *state in batch.kept_states}
+        segments = []
+        for sequence, span in _spans(batch.rows):
+            lineage, page, mine = self.lineages[sequence], self._page_of[sequence], local[span]
             live = lineage.live
             num_chunk = len(mine) - int(np.count_nonzero(mine))
-            mask = nodes.mask[mine][:, live]
+            mask = nodes.mask.take(mine, 0).take(live, 1)  # several times as fast as indexing
+            tree, tree_positions = nodes.slot[live], nodes.position[live]
             if num_chunk > 1:
                 chunk = slice(span.start + 1, span.start + num_chunk)
-                keys.append(slots[chunk])
-                keys_at.append(positions[chunk])
+                tree = np.concatenate((slots[chunk], tree))
+                tree_positions = np.concatenate((positions[chunk], tree_positions))
                 mask = np.hstack((np.tri(len(mine), num_chunk - 1, -1, dtype=bool), mask))
-            prefixes.append(lineage.length - max(num_chunk - 1, 0))
-            keys.append(nodes.slot[live])
-            keys_at.append(nodes.position[live])
-            masks.append(mask)
-            committed.append(num_chunk)
-            before = lineage.prompt_len - int(positions[span.start])
-            prompts.append(min(max(before, 0), num_chunk))
-        sizes = [mask.shape[1] for mask in masks]
-        kept = {sequence: state for sequence, *state in batch.kept_states}
-        states = np.array([kept.get(sequence, (0, 0)) for sequence, _ in spans], np.int64)
-        return AttentionPlan(
-            write=slots,
-            positions=positions,
-            row_start=np.array([0, *(span.stop for _, span in spans)]),
-            pages=self.pages.slots,
-            page_row=np.array([self._page_of[sequence] for sequence, _ in spans]),
-            prefix_length=np.array(prefixes),
-            tree=np.concatenate(keys),
-            tree_positions=np.concatenate(keys_at),
-            tree_start=np.concatenate(([0], np.cumsum(sizes))),
-            mask=np.concatenate([mask.ravel() for mask in masks]),
-            num_prompt=np.array(prompts),
-            num_committed=np.array(committed),
-            keeps_state=states[:, 0],
-            state_number=states[:, 1],
-        )
+            of_prompt = lineage.prompt_len - int(positions[span.start])
+            keeps_state, state_number = states.get(sequence, (0, 0))
+            segments.append(
+                Segment(
+                    rows=span,
+                    positions=positions[span],
+                    prefix=self.pages.slots[page, : lineage.length - max(num_chunk - 1, 0)],
+                    tree=tree,
+                    tree_positions=tree_positions,
+                    mask=mask,
+                    page=page,
+                    num_prompt=min(max(of_prompt, 0), num_chunk),
+                    num_committed=num_chunk,
+                    keeps_state=keeps_state,
+                    state_number=state_number,
+                )
+            )
+        return AttentionPlan(slots, segments)
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
         """Commit the nodes that the verdicts accepted and free the slots of those that they ruled

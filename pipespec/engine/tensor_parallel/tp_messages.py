@@ -4,29 +4,26 @@ Member 0 broadcasts the arguments of each `ModelSlice.forward`. Only member 0 kn
 verdicts and slots; the attention plan contains slot ids. Of the page table, which outlives a batch,
 only changes are sent.
 
-A message has the lengths of int64 columns (`_COLUMNS`), these, the inputs and the mask. Before
-logits, a message of two int64 has LOGITS or BEST_TOKENS and the number of rows; their hidden states
-are gathered, as they may be on devices. An empty message ends the epoch.
+A message has the lengths of int64 columns, these, the inputs and the masks. Before logits, a
+message of two int64 has LOGITS or BEST_TOKENS and the number of rows; their hidden states are
+gathered, as they may be on devices. An empty message ends the epoch.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment
 from pipespec.engine.slice.model_slice import ModelSlice
 
-# The columns of a plan that a message has; then come the first new position of each segment and the
-# new page entries.
-_COLUMNS = (
-    *("write", "positions", "row_start", "page_row", "prefix_length", "tree", "tree_positions"),
-    *("tree_start", "num_prompt", "num_committed", "keeps_state", "state_number"),
-)
+# The columns of a message: of each segment three lengths and _NUMBERS; those of all rows and of all
+# tree keys; the first new position of each segment, and the new page entries.
+_NUM_COLUMNS = 7
+_NUMBERS = ("page", "num_prompt", "num_committed", "keeps_state", "state_number")
 LOGITS, BEST_TOKENS = -1, -2
 
 
@@ -46,9 +43,10 @@ class Pages:
         """For each segment the first position that differs from what the workers have; and the
         slots from there on, concatenated, which count as sent from now on."""
         starts, slots = [], [np.zeros(0, np.int64)]
-        for page, length in zip(plan.page_row.tolist(), plan.prefix_length.tolist(), strict=True):
-            self.reserve(page + 1, length)
-            now, known = plan.pages[page, :length], self.slots[page, :length]
+        for segment in plan.segments:
+            now, length = segment.prefix, len(segment.prefix)
+            self.reserve(segment.page + 1, length)
+            known = self.slots[segment.page, :length]
             differs = np.flatnonzero(now != known)
             start = int(differs[0]) if len(differs) else length
             known[start:] = now[start:]
@@ -71,9 +69,26 @@ def head_of(message: Tensor) -> tuple[int, int] | None:
 def pack(inputs: Tensor, plan: AttentionPlan, pages: Pages) -> Tensor:
     """The message of a batch, to members who have received `pages`."""
     assert not plan.imagined, "measurements are made before the workers compute"
-    columns = [*(getattr(plan, name) for name in _COLUMNS), *pages.updates(plan)]
+    segments = plan.segments
+    table = [
+        (
+            len(each.positions),
+            len(each.prefix),
+            len(each.tree),
+            *(getattr(each, name) for name in _NUMBERS),
+        )
+        for each in segments
+    ]
+    columns = [
+        np.array(table, np.int64).ravel(),
+        *(plan.write, plan.positions),
+        np.concatenate([each.tree for each in segments]),
+        np.concatenate([each.tree_positions for each in segments]),
+        *pages.updates(plan),
+    ]
     ints = np.concatenate((np.array([len(each) for each in columns]), *columns))
-    parts = torch.from_numpy(ints), inputs.cpu(), torch.from_numpy(plan.mask)
+    masks = np.concatenate([each.mask.ravel() for each in segments])
+    parts = torch.from_numpy(ints), inputs.cpu(), torch.from_numpy(masks)
     return torch.cat([_bytes(each) for each in parts])
 
 
@@ -82,24 +97,29 @@ def unpack(
 ) -> tuple[Tensor, Tensor, AttentionPlan]:
     """The arguments of `model.forward` in such a message."""
     ints = message[: len(message) // 8 * 8].view(torch.int64).numpy()
-    count = len(_COLUMNS) + 2
-    bounds = list(accumulate(ints[:count].tolist(), initial=count))
-    *columns, starts, news = (ints[start:end] for start, end in pairwise(bounds))
-    of_plan: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=True))
-    read = 0
-    ends = of_plan["page_row"].tolist(), starts.tolist(), of_plan["prefix_length"].tolist()
-    for page, start, end in zip(*ends, strict=True):
-        pages.reserve(page + 1, end)
-        pages.slots[page, start:end] = news[read : (read := read + end - start)]
-    positions = torch.from_numpy(of_plan["positions"])
-    data = message[8 * bounds[-1] :]
-    shape, dtype = positions.shape, torch.int64
+    bounds = list(accumulate(ints[:_NUM_COLUMNS].tolist(), initial=_NUM_COLUMNS))
+    table, write, positions, trees, trees_at, starts, news = (
+        ints[start:end] for start, end in pairwise(bounds)
+    )
+    data, count = message[8 * bounds[-1] :], len(write)
+    shape, dtype = torch.Size((count,)), torch.int64
     if not model.is_first:
-        shape, dtype = torch.Size((len(positions), model.hidden_size)), model.dtype
+        shape, dtype = torch.Size((count, model.hidden_size)), model.dtype
     size = shape.numel() * dtype.itemsize
-    mask = data[size:].view(torch.bool).numpy()
-    plan = AttentionPlan(**of_plan, pages=pages.slots, mask=mask)
-    return data[:size].view(dtype).view(shape), positions, plan
+    masks = data[size:].view(torch.bool).numpy()
+    segments, row, key, seen, read = [], 0, 0, 0, 0
+    of_segments = table.reshape(-1, 3 + len(_NUMBERS)).tolist(), starts.tolist()
+    for (num_rows, length, num_tree, page, *numbers), start in zip(*of_segments, strict=True):
+        pages.reserve(page + 1, length)
+        pages.slots[page, start:length] = news[read : (read := read + length - start)]
+        rows, tree = slice(row, row + num_rows), slice(key, key + num_tree)
+        mask = masks[seen : (seen := seen + num_rows * num_tree)].reshape(num_rows, num_tree)
+        prefix = pages.slots[page, :length]
+        parts = positions[rows], prefix, trees[tree], trees_at[tree], mask
+        segments.append(Segment(rows, *parts, page, *numbers))
+        row, key = rows.stop, tree.stop
+    plan = AttentionPlan(write, segments)
+    return data[:size].view(dtype).view(shape), torch.from_numpy(positions), plan
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Segment, plan_of
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Segment
 from pipespec.engine.attention.device_plan import (
     MOST_SPLITS,
     DevicePlan,
@@ -53,7 +53,7 @@ def test_a_tile_has_programs_by_its_share_of_the_keys() -> None:
             )
             for i in range(len(rows))
         ]
-        plan = plan_of(parts, np.zeros(sum(rows), np.int64))
+        plan = AttentionPlan(np.zeros(sum(rows), np.int64), parts)
         flat = DevicePlan(PlanCapacity.of(plan), len(slots), "cpu", (8,))
         flat.fill(plan)
         return flat.tilings[8].splits[np.cumsum(rows) - 1].tolist()
@@ -91,11 +91,11 @@ def test_a_last_request_without_tree_keys_reads_none() -> None:
     alone = Segment(
         slice(8, 9), np.array([3]), slots[8:12], slots[:0], slots[:0], np.zeros((1, 0), bool)
     )
-    plan = plan_of([tree, alone], slots[[*range(8), 11]])
+    plan = AttentionPlan(slots[[*range(8), 11]], [tree, alone])
     options = LayerOptions(0.3, window=2)
     query, key, value, pool = given_rows(9, NUM_SLOTS)
     backend = TorchBackend("cpu", NUM_SLOTS)
     backend.prepare(plan)
-    assert backend.flat.capacity.trees == len(plan.tree)
+    assert backend.flat.capacity.trees == len(tree.tree)
     out = backend.attend(query, key, value, pool, options)
     torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)

@@ -180,10 +180,10 @@ def test_a_plan_reads_the_text_where_it_lies(model):
     rows = [root.rows(number, [ROOT]) for number, root in enumerate(roots, start=1)]
     plan = stage._plan(*stage._admit(Batch(4, np.concatenate(rows))))
     assert plan is not None
-    assert plan.pages is stage.pages.slots
-    assert plan.prefix_length.tolist() == [43, 10]
-    assert [segment.prefix[-1] for segment in plan.segments()] == plan.write.tolist()
-    assert len(plan.tree) == len(plan.mask) == 0
+    assert all(np.shares_memory(each.prefix, stage.pages.slots) for each in plan.segments)
+    assert [len(segment.prefix) for segment in plan.segments] == [43, 10]
+    assert [segment.prefix[-1] for segment in plan.segments] == plan.write.tolist()
+    assert not any(each.tree.size or each.mask.size for each in plan.segments)
 
 
 def test_one_product_with_the_head_decides_for_all_requests(model):
