@@ -34,10 +34,14 @@ ANSWER_TIMEOUT_S = 10.0
 # listens: silence is probed every second, and what is not acknowledged in time ends it.
 LINK_TIMEOUT_S = 3
 PROBES = {
-    socket.TCP_KEEPIDLE: 1,
-    socket.TCP_KEEPINTVL: 1,
-    socket.TCP_KEEPCNT: LINK_TIMEOUT_S,
-    socket.TCP_USER_TIMEOUT: 1000 * LINK_TIMEOUT_S,
+    getattr(socket, name): value
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", LINK_TIMEOUT_S),
+        ("TCP_USER_TIMEOUT", 1000 * LINK_TIMEOUT_S),
+    )
+    if hasattr(socket, name)  # as far as the system has them
 }
 # How often to look whether a Redis that is away has come back.
 RETRY_S = 0.05

@@ -14,7 +14,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-MAX_SOCKET = 107  # bytes of the longest path of a Unix socket
+# The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux.
+MAX_SOCKET = 103
 # `read` returns at the end of the pipe, as no process writes to it.
 _REMOVER = 'read -r _; exec rm -rf -- "$0"'
 

@@ -31,7 +31,7 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
     """Let memory that is not used yet be of huge pages. Where there are none it does nothing."""
     first = address + -address % HUGE_PAGE
     size = (address + num_bytes - first) // HUGE_PAGE * HUGE_PAGE
-    if size > 0:
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError, AttributeError):
             advise = ctypes.CDLL(None).madvise
             advise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
@@ -45,7 +45,7 @@ def leave_to_file(rows: np.ndarray) -> None:
         owner = owner.base
     if isinstance(owner, memoryview):
         owner = owner.obj
-    if isinstance(owner, mmap.mmap):
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         start = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
         first = start + -start % mmap.PAGESIZE
         size = (start + rows.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -185,7 +185,9 @@ class Watch:
 
     def _has_moved(self) -> bool:
         """Whether a MiB was read, written or mapped since this was true last."""
-        moved = self._process.io_counters()
-        num_bytes = self._process.memory_info().rss + moved.read_chars + moved.write_chars
+        num_bytes = self._process.memory_info().rss
+        if hasattr(self._process, "io_counters"):
+            moved = self._process.io_counters()
+            num_bytes += moved.read_chars + moved.write_chars
         more, self._mib = num_bytes >> 20 > self._mib, max(num_bytes >> 20, self._mib)
         return more

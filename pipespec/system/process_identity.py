@@ -6,6 +6,7 @@ import ctypes
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,7 +56,9 @@ def is_ours(process: psutil.Process) -> bool:
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` that ends a child with the process `parent`."""
+    """A `preexec_fn` that ends a child with the process `parent`, on Linux."""
+    if sys.platform != "linux":
+        return lambda: None
     # Loaded here: between fork and exec little is safe.
     libc = ctypes.CDLL(None)
 

@@ -118,7 +118,7 @@ def _import(modules: Sequence[str], stdin: BinaryIO) -> None:
     """Import what all workers need, while the launcher decides. Raises EndRequested when it is
     gone."""
     hung_up = select.poll()
-    hung_up.register(stdin, select.POLLRDHUP)
+    hung_up.register(stdin, getattr(select, "POLLRDHUP", 0))
 
     def look(*_: object) -> None:
         if hung_up.poll(0):

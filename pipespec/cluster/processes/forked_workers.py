@@ -11,13 +11,14 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from mmap import mmap
-from multiprocessing import connection
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -187,6 +188,8 @@ def _work(
     for handled in _HANDLED:
         signal.signal(handled, signal.SIG_DFL)
     die_with_us()
+    # Where the system does not end it, a thread does, which a long call of C may hold up.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     liveness.progress.share(memory)
     os.environ[WORKER] = job.workers[number]
     os.dup(1)  # the agent's output ends with the last process that has it
@@ -211,3 +214,10 @@ def _work(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -83,7 +83,7 @@ class GgufFile:
                 f"{path} cannot be read ({error.strerror}); make it readable"
             ) from error
         walk = _walked(path, data, size)
-        if isinstance(data, mmap.mmap):  # read again if needed
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # read again if needed
             data.madvise(mmap.MADV_DONTNEED, 0, walk.at // mmap.PAGESIZE * mmap.PAGESIZE)
         self.tensors, self._fields = walk.tensors, walk.fields
         self._files = dict.fromkeys(self.tensors, data)

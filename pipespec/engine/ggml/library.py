@@ -204,9 +204,10 @@ class Library:
 
 
 def _file(folder: Path, name: str) -> Path:
-    for file in (folder / f"lib{name}.so", *sorted(folder.glob(f"lib{name}.so.*"))):
-        if file.exists():
-            return file
+    for ending in (".so", ".dylib"):
+        for file in (folder / f"lib{name}{ending}", *sorted(folder.glob(f"lib{name}{ending}.*"))):
+            if file.exists():
+                return file
     raise OSError(f"{folder} has no lib{name}")
 
 
