@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,8 +46,7 @@ class HeadSlice(ModelSlice):
     """The decoder layer of a draft head, with the embedding and the output head that it uses.
 
     It takes rows of `joined`, and returns states `[rows, hidden]`, of which `logits` has those of
-    the target's tokens, -inf of those that the head lacks, and `state_below` what a token below
-    reads.
+    its own tokens, and `state_below` what a token below reads.
     """
 
     def __init__(
@@ -54,16 +54,14 @@ class HeadSlice(ModelSlice):
         model: PreTrainedModel,
         head: DraftHead,
         embedding: Tensor,
-        place: Tensor | None,
+        tokens: np.ndarray | None,
         num_slots: int,
         attention: str,
         **how: Any,
     ):
-        """`embedding`: of the target's tokens, `[vocab, hidden]`; `place`: of each of them among
-        the head's own, -1: it has none, `[vocab]`; None: both have the same."""
-        self.embedding = embedding
-        self._place = None if place is None else place.clamp(min=0)
-        self._lacking = None if place is None else place < 0
+        """`embedding`: of the target's tokens, `[vocab, hidden]`; `tokens`: which of them the head
+        proposes, rising; None: all."""
+        self.embedding, self.tokens = embedding, tokens
         self.eagle = head.kind == EAGLE3
         base = model.base_model
         self.norm, base.norm = base.norm, nn.Identity()
@@ -102,10 +100,7 @@ class HeadSlice(ModelSlice):
         return super().compute(before, positions)
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits = super().head(self.norm(hidden))
-        if self._place is None or self._lacking is None:
-            return logits
-        return logits.index_select(1, self._place).masked_fill_(self._lacking, -torch.inf)
+        return super().head(self.norm(hidden))
 
 
 class _JoinedNorm(nn.Module):
@@ -147,12 +142,15 @@ def load_head(
     else:
         rows = of_target.tensor(_embedding_of(of_target), dtype)
     embedding = rows[...].to(device, dtype)
-    place = None
+    tokens = None
     if TO_TARGET in files.present:
-        to_target = files.read(TO_TARGET)
-        place = torch.full((len(embedding),), -1)
-        place[to_target + torch.arange(len(to_target))] = torch.arange(len(to_target))
-        place = place.to(device)
+        to_target = files.read(TO_TARGET).numpy()
+        tokens = to_target + np.arange(len(to_target))
+        if not all(np.diff(tokens, prepend=-1, append=len(embedding)) > 0):
+            raise ModelError(
+                f"{path}: {TO_TARGET} must lead to tokens of the target in rising order; fetch the "
+                "head again, or take another one"
+            )
     with alone():
         model, loaded = make(head, own.config(), known, device, dtype)
     require_all(path, loaded)
@@ -160,7 +158,7 @@ def load_head(
         cpu_products.use_eight_bits(model)
     most, _ = reach(model.config)
     fix_frequencies(model, min(context or most, most))
-    return HeadSlice(model, head, embedding, place, num_slots, attention, kv_dtype=kv_dtype)
+    return HeadSlice(model, head, embedding, tokens, num_slots, attention, kv_dtype=kv_dtype)
 
 
 def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]) -> None:

@@ -112,6 +112,7 @@ class DraftHeadProposer(DraftModelProposer):
     ):
         super().__init__(runner, chunk, vocabulary, max_retained=max_retained)
         self._model = model
+        self.known = model.tokens
         # What a token below reads of each node computed since the last verdict, by sequence.
         self._states: dict[int, dict[int, Tensor]] = {}
         self._places: dict[int, list[int]] = {}  # of texts in the KV cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipespec.core import Batch
+from pipespec.core import Batch, SamplingParams
 from pipespec.engine.inspection.draft_heads import inspect_head
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.head_slice import load_head
@@ -18,6 +19,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposer import Proposal
 from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.tree import ROOT
+from pipespec.sampling.shared_noise import score_tokens
 from tests.helpers import heads, models
 from tests.helpers.drafted import Drafted
 
@@ -48,21 +50,29 @@ class Target:
             hook.remove()
         return torch.cat([states[layer] for layer in (0, 1, 3)], -1)
 
-    def said(self, tokens: list[int], before: torch.Tensor, drafted: list[int]) -> list[int]:
-        """The likeliest tokens after a path of draft tokens below the last of some decided tokens,
-        given what is known of the positions before these."""
+    def said(self, tokens: list[int], before: torch.Tensor, drafted: list[int]) -> torch.Tensor:
+        """The logits of the head's tokens after a path of draft tokens below the last of some
+        decided tokens, given what is known of the positions before these."""
         for more in range(len(drafted) + 1):
             read = [*tokens, *drafted[:more]]
             states = heads.eagle3(self.weights, self.table[read], before)
             before = torch.cat((before, states[-1:]))
         normed = heads.rms(states[-1], self.weights["norm.weight"])
-        best = (normed @ self.weights["lm_head.weight"].T).topk(CHILDREN).indices
+        return normed @ self.weights["lm_head.weight"].T
+
+    def likeliest(self, logits: torch.Tensor, count: int = CHILDREN) -> list[int]:
+        best = logits.topk(count).indices
         return (best + self.weights["d2t"][best]).tolist()
 
-    def after(self, tokens: list[int], drafted: tuple[int, ...] = ()) -> list[int]:
+    def logits(self, tokens: list[int], drafted: tuple[int, ...] = ()) -> torch.Tensor:
         """The same of a text of which all features are known."""
         before = self.features(tokens)[:-1] @ self.weights["fc.weight"].T
         return self.said(tokens[1:], before, [*drafted])
+
+    def after(
+        self, tokens: list[int], drafted: tuple[int, ...] = (), count: int = CHILDREN
+    ) -> list[int]:
+        return self.likeliest(self.logits(tokens, drafted), count)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +123,30 @@ def test_candidates_follow_the_head_from_true_features_and_from_its_own_states(p
     path = tuple(asked.tree.token[asked.tree.path(deep)[1:]].tolist())
     assert len(path) == 2
     assert best(asked.propose(CHILDREN, [deep])) == target.after(TEXT, path)
+
+
+def test_grammar_leaves_the_likeliest_of_the_tokens_that_the_head_has(proposer, target):
+    asked = Drafted.start(proposer, TEXT)
+    deliver(asked, target, 0, len(TEXT) - 1)
+    known = proposer.known.tolist()
+    lacking = set(range(models.VOCAB_SIZE)) - {*known}
+    may = {*known[5:20], *lacking}
+    bits = np.isin(np.arange(ceil(models.VOCAB_SIZE / 32) * 32), [*may])[None]
+    allowed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    said = target.after(TEXT, count=len(known))
+    expected = [token for token in said if token in may][:CHILDREN]
+    assert best(asked.propose(CHILDREN, allowed=allowed)) == expected
+
+
+def test_drawn_tokens_are_ranked_with_the_noise_of_the_targets_tokens(proposer, target):
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    asked = Drafted.start(proposer, TEXT, sampling=sampling)
+    deliver(asked, target, 0, len(TEXT) - 1)
+    logits = torch.full((1, models.VOCAB_SIZE), -torch.inf)
+    logits[0, proposer.known] = target.logits(TEXT)
+    tokens, scores, _ = score_tokens(logits, [len(TEXT)], [sampling])
+    expected = tokens[0][scores[0].topk(CHILDREN).indices].tolist()
+    assert best(asked.propose(CHILDREN)) == expected
 
 
 def test_true_features_replace_own_states_once_tokens_are_decided(proposer, target):
@@ -183,7 +217,7 @@ def test_text_from_the_prefix_cache_is_read_without_the_token_behind_it(proposer
         read = [*range(1, kept), *range(shared + 1, len(text))]
         before = features[[place - 1 for place in read]]
         expected = target.said([text[place] for place in read], before, [])
-        assert best(asked.propose(CHILDREN)) == expected
+        assert best(asked.propose(CHILDREN)) == target.likeliest(expected)
         proposer.runner.check_integrity()
 
 
