@@ -145,12 +145,12 @@ class DraftModelProposer:
         missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
-        self.texts.make_room(wanted)
+        free = self._make_room(wanted)
         found: list[Proposal | None] = [None] * len(requests)
         parts: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         ready: list[_Ready] = []
-        start, left, free = 0, self.chunk, self.runner.slots.num_free
+        start, left = 0, self.chunk
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
             if requests[i].context.sequence in self.runner.memory.failed:
                 found[i] = nothing
@@ -207,6 +207,11 @@ class DraftModelProposer:
         hidden = self.runner.compute(batch).hidden
         assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
         return hidden
+
+    def _make_room(self, rows: int) -> int:
+        """The free KV slots, which are so many at least if retained texts hold as many."""
+        self.texts.make_room(rows)
+        return self.runner.slots.num_free
 
     def _missing(self, sequence: int) -> np.ndarray:
         """The rows of decided text to compute before nodes, `[k, 6]`."""

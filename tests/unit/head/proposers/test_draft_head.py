@@ -228,3 +228,64 @@ def test_root_whose_features_never_come_has_no_candidates(proposer):
         found = asked.propose(CHILDREN)
         assert found is not None and found.parents.tolist() == [ROOT]
         assert not np.isfinite(found.logps).any()
+
+
+# --- MTP layers in turn ----------------------------------------------------------------------
+
+
+class TargetOfMTP:
+    """A target with MTP layers, and what these say by plain torch."""
+
+    def __init__(self, folder: Path, layers: int, model_type: str):
+        self.folder = heads.write_mtp(model_type, folder, layers=layers)
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).model
+        self.plain = heads.PlainMTP(self.folder)
+
+    @torch.inference_mode()
+    def features(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
+    def proposer(self) -> DraftHeadProposer:
+        info = inspect(self.folder)
+        head = inspect_head(None, info)
+        made = load_head(head.path, head.head, self.folder, dtype=torch.float32, num_slots=SLOTS)
+        return DraftHeadProposer(SliceRunner(made, SLOTS), made, CHUNK, info.vocab_size, 8)
+
+    def check(self, asked: Drafted, nodes: list[int]) -> Proposal:
+        """A round for some nodes, each of which is given what the layers say after its path."""
+        found = asked.propose(CHILDREN, nodes)
+        assert found is not None
+        tokens, features = asked.context.tokens, self.features(asked.context.tokens)[:-1]
+        for row, node in enumerate(nodes):
+            path = asked.tree.token[asked.tree.path(node)[1:]].tolist()
+            said = self.plain.logits(tokens, path, features).log_softmax(-1).topk(CHILDREN)
+            assert found.tokens[row].tolist() == said.indices.tolist(), (node, path)
+            assert found.logps[row] == pytest.approx(said.values.numpy(), abs=1e-3)
+        return found
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_each_mtp_layer_proposes_the_next_token_of_a_path(tmp_path, model_type, layers):
+    """At every depth of the tree, in passes of one level and of several, and again once tokens are
+    decided, drafted ones and others."""
+    target = TargetOfMTP(tmp_path / "target", layers, model_type)
+    proposer = target.proposer()
+    asked = Drafted.start(proposer, TEXT)
+    deliver(asked, target, 0, len(TEXT) - 1)
+    for decided in ([], [0], [0, 0, 0], [50], [3, 3]):
+        if decided:
+            before = len(asked.context.tokens)
+            asked.decide(*decided)
+            asked.tree.drop_unfed()
+            deliver(asked, target, before - 1, len(asked.context.tokens) - 1)
+        asked.add(target.check(asked, [0]))
+        asked.add(target.check(asked, [1, 2]))
+        asked.add(target.check(asked, [4]))
+        asked.add(target.check(asked, [3, 5, len(asked.tree) - 1]))
+        asked.add(target.check(asked, [len(asked.tree) - 1, 6]))
+        for layer in proposer.layers:
+            layer.runner.check_integrity()
+    proposer.end_sequence(0)
+    for layer in proposer.layers:
+        layer.runner.check_integrity()
