@@ -262,7 +262,7 @@ class DraftHeadProposer(DraftModelProposer):
         """Whether features or text are to be read before anything is proposed."""
         first, last = self.layers[0].read[sequence], self.layers[-1].read[sequence]
         left = any(
-            layer.read[sequence].before and layer.runner.slots.num_free
+            layer.read[sequence].before and layer.make_room(1)
             for layer in self.layers[:-1]
             if sequence not in self.runner.memory.failed
         )

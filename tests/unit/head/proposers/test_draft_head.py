@@ -289,3 +289,53 @@ def test_each_mtp_layer_proposes_the_next_token_of_a_path(tmp_path, model_type, 
     proposer.end_sequence(0)
     for layer in proposer.layers:
         layer.runner.check_integrity()
+
+
+def test_text_from_the_prefix_cache_is_read_later_by_later_layers(tmp_path):
+    """Each layer keeps its own rows. The first leaves out the token behind the cached text, the
+    second also the one after that, as it lacks the states of the first before it."""
+    target = TargetOfMTP(tmp_path / "target", 2, "qwen3_next")
+    proposer = target.proposer()
+    first = Drafted.start(proposer, TEXT)
+    deliver(first, target, 0, len(TEXT) - 1)
+    target.check(first, [0])
+    proposer.end_sequence(0)
+    text, shared = [*TEXT[:5], 1, 2, 3], 5
+    asked = Drafted.start(proposer, text, 1, parent=0, shared_len=shared)
+    deliver(asked, target, shared, len(text) - 1)
+    root = asked.propose(CHILDREN)
+    asked.add(root)
+    token, features = int(asked.tree.token[1]), target.features(text)
+    read = [[1, 2, 3, 4, 6, 7], [2, 3, 4, 7, 8]]
+    path = [*text, token]
+    states = target.plain.states(
+        0, [path[at] for at in read[0]], features[[at - 1 for at in read[0]]]
+    )
+    below = states[[read[0].index(at - 1) for at in read[1]]]
+    deep = target.plain.states(1, [path[at] for at in read[1]], below)
+    for found, said in ((root, states), (asked.propose(CHILDREN, [1]), deep)):
+        assert best(found) == target.plain.output(said[-1]).topk(CHILDREN).indices.tolist()
+    for layer in proposer.layers:
+        layer.runner.check_integrity()
+
+
+def test_many_texts_in_few_slots_are_read_by_all_mtp_layers(tmp_path):
+    """What is retained of texts that have ended gives way, and long prompts take several passes."""
+    target = TargetOfMTP(tmp_path / "target", 3, "deepseek_v3")
+    proposer = target.proposer()
+    for number in range(12):
+        text = [*range(3 + number, 43 + number)]
+        asked = Drafted.start(proposer, text, number)
+        deliver(asked, target, 0, len(text) - 1)
+        passes = 0
+        while asked.propose(CHILDREN) is None:
+            passes += 1
+            assert passes < 6
+        asked.decide(9)
+        asked.tree.drop_unfed()
+        deliver(asked, target, len(text) - 1, len(text))
+        asked.add(target.check(asked, [0]))
+        target.check(asked, [1, 2])
+        proposer.end_sequence(number)
+        for layer in proposer.layers:
+            layer.runner.check_integrity()
