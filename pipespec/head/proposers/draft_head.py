@@ -39,7 +39,6 @@ from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelConfig, DraftModelProposer
 from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.token_map import ReadText
-from pipespec.head.tree import Tree
 from pipespec.system.device_copy import to_device
 
 if TYPE_CHECKING:  # the runner imports models, which reading settings does not need
@@ -106,12 +105,6 @@ class HeadText(ReadText):
         """Whether the features before the last token are still to come."""
         return self._next < len(self._context.tokens) - 1
 
-    def tree_rows(self, tree: Tree, nodes: np.ndarray) -> np.ndarray:
-        """As `Tree.rows`, at the positions of the own text."""
-        rows = tree.rows(self.own.sequence, nodes)
-        rows[:, POSITION] += len(self.own.tokens) - len(self._context.tokens)
-        return rows
-
 
 class HeadLayer:
     """A layer of a draft head, with its KV cache and the texts in it.
@@ -141,32 +134,9 @@ class HeadLayer:
         self.states[context.sequence] = {}
         self.texts.start(text.own)
 
-    def make_room(self, rows: int) -> int:
-        """The free KV slots, which are so many at least if retained texts hold as many."""
-        self.texts.make_room(rows)
-        return self.runner.slots.num_free
-
     def unread(self, sequence: int) -> np.ndarray:
         """The rows of decided text that can be computed, `[k, 6]`."""
         return self.read[sequence].own.rows(self.runner.length(sequence))
-
-    def compute(self, rows: np.ndarray, above: Sequence[Tensor]) -> Tensor:
-        """The states of rows, `[rows, hidden]`; `above`: what those of nodes read, in order."""
-        import torch
-
-        of_nodes = iter(above)
-        before = [
-            next(of_nodes) if kind == DRAFT else self.read[sequence].before.popleft()
-            for sequence, kind in rows[:, [SEQUENCE, KIND]].tolist()
-        ]
-        tokens = np.minimum(rows[:, TOKEN], self.model.vocab_size - 1)
-        joined = self.model.joined(to_device(tokens, self.model.device), torch.stack(before))
-        hidden = self.runner.compute(Batch(0, rows, joined)).hidden
-        assert hidden is not None and len(hidden) == len(rows), "the head lost a parent"
-        for row, (sequence, node, kind) in enumerate(rows[:, [SEQUENCE, NODE, KIND]].tolist()):
-            if kind == DRAFT or node == self.read[sequence].own.nodes[-1]:
-                self.states[sequence][node] = hidden[row]
-        return hidden
 
     def drop_nodes(self, sequence: int) -> None:
         nodes = self.runner.nodes
@@ -245,7 +215,7 @@ class DraftHeadProposer(DraftModelProposer):
     def _read_decided(self, sequences: Sequence[int], layer: HeadLayer, after: HeadLayer) -> None:
         """Compute decided text in a layer whose states the one after it reads."""
         unread = {each: layer.unread(each) for each in sequences}
-        free = layer.make_room(min(self.chunk, sum(map(len, unread.values()))))
+        free = layer.texts.make_room(min(self.chunk, sum(map(len, unread.values()))))
         left, parts = min(self.chunk, free), [np.empty((0, NUM_COLUMNS), np.int64)]
         for sequence in sorted(unread, key=lambda each: len(unread[each])):
             if sequence not in self.runner.memory.failed:
@@ -262,14 +232,14 @@ class DraftHeadProposer(DraftModelProposer):
         """Whether features or text are to be read before anything is proposed."""
         first, last = self.layers[0].read[sequence], self.layers[-1].read[sequence]
         left = any(
-            layer.read[sequence].before and layer.make_room(1)
+            layer.read[sequence].before and layer.texts.make_room(1)
             for layer in self.layers[:-1]
             if sequence not in self.runner.memory.failed
         )
         return left or first.awaits_features or len(last.before) > MOST_READ
 
     def _make_room(self, rows: int) -> int:
-        return min(layer.make_room(rows) for layer in self.layers)
+        return min(layer.texts.make_room(rows) for layer in self.layers)
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
         sequence, root = request.context.sequence, request.context.nodes[-1]
@@ -318,13 +288,25 @@ class DraftHeadProposer(DraftModelProposer):
     def _in_layer(self, layer: HeadLayer, rows: np.ndarray) -> Tensor:
         """The states of rows in a layer, `[rows, hidden]`. A node reads that of its parent in the
         layer before, or, too deep for that, in the last one."""
-        before, above = self.layers[max(self.layers.index(layer) - 1, 0)], []
-        for row in np.flatnonzero(rows[:, KIND] == DRAFT):
-            sequence, parent = rows[row, [SEQUENCE, PARENT]].tolist()
-            known = before if parent in before.states[sequence] else layer
-            above.append(known.states[sequence][parent])
-            longer = len(layer.read[sequence].own.tokens) - len(self.read[sequence].own.tokens)
-            rows[row, POSITION] += longer
-        states = layer.compute(rows, above)
+        import torch
+
+        before: list[Tensor] = []
+        above = self.layers[max(self.layers.index(layer) - 1, 0)]
+        places = rows[:, [SEQUENCE, NODE, PARENT, KIND]].tolist()
+        for row, (sequence, _, parent, kind) in enumerate(places):
+            text = layer.read[sequence]
+            if kind != DRAFT:
+                before.append(text.before.popleft())
+                continue
+            known = above if parent in above.states[sequence] else layer
+            before.append(known.states[sequence][parent])
+            rows[row, POSITION] += len(text.own.tokens) - len(self.read[sequence].own.tokens)
+        tokens = np.minimum(rows[:, TOKEN], layer.model.vocab_size - 1)
+        joined = layer.model.joined(to_device(tokens, layer.model.device), torch.stack(before))
+        hidden = layer.runner.compute(Batch(0, rows, joined)).hidden
+        assert hidden is not None and len(hidden) == len(rows), "the head lost a parent"
         self.runner.memory.failed |= layer.runner.memory.failed
-        return states
+        for row, (sequence, node, _, kind) in enumerate(places):
+            if kind == DRAFT or node == layer.read[sequence].own.nodes[-1]:
+                layer.states[sequence][node] = hidden[row]
+        return hidden

@@ -209,9 +209,8 @@ class DraftModelProposer:
         return hidden
 
     def _make_room(self, rows: int) -> int:
-        """The free KV slots, which are so many at least if retained texts hold as many."""
-        self.texts.make_room(rows)
-        return self.runner.slots.num_free
+        """See `DraftTexts.make_room`."""
+        return self.texts.make_room(rows)
 
     def _missing(self, sequence: int) -> np.ndarray:
         """The rows of decided text to compute before nodes, `[k, 6]`."""
