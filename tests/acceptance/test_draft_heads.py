@@ -176,7 +176,7 @@ def test_head_whose_tokens_are_none_of_the_target_is_refused(llama, tmp_path):
     save_file(tensors, head / "model.safetensors")
     info = deployed(llama, head=head).draft
     assert info is not None and info.head is not None
-    with pytest.raises(ModelError, match="d2t must lead to tokens of the target in rising order"):
+    with pytest.raises(ModelError, match="d2t must name rising tokens of the target; fetch"):
         load_head(head, info.head, llama, dtype=torch.float32, num_slots=8)
 
 

@@ -79,17 +79,14 @@ def load_model(
     if info.head is not None:
         fetch_parts(info.path, info.head.parts)
         fetch_parts(deployment.target.path, info.head.target_parts)
-        head = load_head(info.path, info.head, deployment.target.path, **how)
-        model: ModelSlice = head
-        slices: tuple[ModelSlice, ...] = (*head.earlier, head)
+        model: ModelSlice = load_head(info.path, info.head, deployment.target.path, **how)
     else:
         fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
         how |= {"quantization": held, "parallel": part}
         if deployment.head is not None:
             how["taps"] = deployment.head.taps
         model = ModelSlice.load(info.path, layers, **how)
-        slices = (model,)
-    for each in slices:
+    for each in (*model.earlier, model):
         if settings.compile:
             speedups.compile_slice(each)
         else:
@@ -105,7 +102,7 @@ def load_model(
             speedups.capture_graphs(each, settings.graph_rows)
     if model.device.type == "cuda":
         speedups.capture_head(model, settings.graph_rows)
-    for sentence in dict.fromkeys(why for each in slices for why in each.refused):
+    for sentence in dict.fromkeys(why for each in (*model.earlier, model) for why in each.refused):
         log.warning(sentence)
     heap.release()  # what loading and self-tests have freed
     return model

@@ -189,5 +189,5 @@ def mtp_head(names: Collection[str], layer: int) -> DraftHead | None:
         number += 1
     named = any(name.startswith("mtp.") for name in names)
     parts = {UNUSED} if named else {str(each) for each in range(layer, layer + number)}
-    head = DraftHead(MTP, (), layer, frozenset({*parts, EMBEDDING, HEAD}), num_layers=number)
-    return head if number else None
+    parts |= {EMBEDDING, HEAD}
+    return DraftHead(MTP, (), layer, frozenset(parts), num_layers=number) if number else None

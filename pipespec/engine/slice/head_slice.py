@@ -46,12 +46,11 @@ class HeadSlice(ModelSlice):
     """A decoder layer of a draft head, with the embedding and the output head that it uses.
 
     It takes rows of `joined`, and returns states `[rows, hidden]`, which tokens below read, and of
-    which `logits` has those of its own tokens. MTP layers return them normed.
-
-    Attributes:
-        earlier: the layers before this one, the first of which reads the features. They have no
-            output head, as all layers have the same.
+    which `logits` has those of its own tokens. MTP layers return them normed; all have the output
+    head of the last, which alone has it, and in `earlier` the others.
     """
+
+    earlier: tuple[HeadSlice, ...] = ()
 
     def __init__(
         self,
@@ -66,7 +65,6 @@ class HeadSlice(ModelSlice):
         """`embedding`: of the target's tokens, `[vocab, hidden]`; `tokens`: which of them the head
         proposes, rising; None: all."""
         self.embedding, self.tokens = embedding, tokens
-        self.earlier: tuple[HeadSlice, ...] = ()
         self.eagle = head.kind == EAGLE3
         base = model.base_model
         self.norm, base.norm = base.norm, nn.Identity()
@@ -146,8 +144,7 @@ def load_head(
         tokens = to_target + np.arange(len(to_target))
         if not all(np.diff(tokens, prepend=-1, append=len(embedding)) > 0):
             raise ModelError(
-                f"{path}: {TO_TARGET} must lead to tokens of the target in rising order; fetch the "
-                "head again, or take another one"
+                f"{path}: {TO_TARGET} must name rising tokens of the target; fetch the head again"
             )
     layers: list[HeadSlice] = []
     for number in range(head.num_layers):
@@ -166,9 +163,8 @@ def load_head(
         fix_frequencies(model, min(context or most, most))
         how = num_slots, attention
         layers.append(HeadSlice(model, head, embedding, tokens, *how, kv_dtype=kv_dtype))
-    *earlier, last = layers
-    last.earlier = tuple(earlier)
-    return last
+    layers[-1].earlier = tuple(layers[:-1])
+    return layers[-1]
 
 
 def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]) -> None:

@@ -12,12 +12,14 @@ from pipespec.console.arguments import finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
 from pipespec.system.devices import require_device
+from pipespec.system.validation import home_expanded
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from pipespec.cluster.diagnostics.examine_hosts import Report
     from pipespec.console.arguments import Commands
+    from pipespec.engine.model_settings import ModelConfig
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
 
@@ -104,6 +106,8 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
         )
     if not proposer.needs_mid:
         model = replace(model, mid=None)
+    if proposer.needs_head:
+        _require_head(model)
     report = examine_hosts(load_hosts(cluster.hosts), model)
     if as_json:
         write(json.dumps(report.as_json(), indent=2) + "\n")
@@ -114,6 +118,19 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
         kind = "pipespec" if finding.error else "pipespec: warning"
         print_error(f"{kind}: {finding.sentence}")
     return 0 if report.ok else 1
+
+
+def _require_head(model: ModelConfig) -> None:
+    """Raise ModelError if a draft head cannot be used, as far as it and its target are here."""
+    from pipespec.engine.checkpoint.model_path import known_model
+    from pipespec.engine.inspection.draft_heads import inspect_head, require_head_fit
+    from pipespec.engine.inspection.inspection import inspect
+
+    names = [name for name in (model.target, model.draft) if name is not None]
+    target, *draft = (known_model(name) or home_expanded(name) for name in names)
+    if all(path.exists() for path in (target, *draft)):
+        info = inspect(target, fit=False)
+        require_head_fit(inspect_head(draft[0] if draft else None, info), info)
 
 
 def conclusion(report: Report) -> str:

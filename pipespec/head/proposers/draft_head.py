@@ -4,12 +4,10 @@ what is known of the position before it. Of decided text that are hidden states 
 
 Of several MTP layers each reads, with a token, the state that the layer before it has of the token
 before (DeepSeek-V3, arXiv 2412.19437, section 2.2), so the k-th layer proposes the k-th token
-beyond the features, and the last one every later token too, from its own states. In training the
-k-th layer attends to all tokens up to its own, the k-1 beyond the features included. So it does
-here: a node at depth d, the last decided token being at 0, is computed by the layers d+1 and later,
-of which the first proposes what follows it, and the others need its key for the nodes below. To
-compute the layer d+1 of a node alone would cost less with three layers or more, but hide the path
-from the later ones. Each layer has a KV cache of its own, as the k-th begins k-1 tokens later.
+beyond the features, and the last one every later token too, from its own states. A node at depth d
+below the last decided token is computed by the layers d+1 and later: the first of these proposes
+what follows it, and the others need its key, as each attends, as in training, to all tokens up to
+its own. Each has a KV cache of its own, as the k-th layer begins k-1 tokens later.
 """
 
 from __future__ import annotations
@@ -134,10 +132,6 @@ class HeadLayer:
         self.states[context.sequence] = {}
         self.texts.start(text.own)
 
-    def unread(self, sequence: int) -> np.ndarray:
-        """The rows of decided text that can be computed, `[k, 6]`."""
-        return self.read[sequence].own.rows(self.runner.length(sequence))
-
     def drop_nodes(self, sequence: int) -> None:
         nodes = self.runner.nodes
         live = nodes.of(sequence)
@@ -214,7 +208,7 @@ class DraftHeadProposer(DraftModelProposer):
 
     def _read_decided(self, sequences: Sequence[int], layer: HeadLayer, after: HeadLayer) -> None:
         """Compute decided text in a layer whose states the one after it reads."""
-        unread = {each: layer.unread(each) for each in sequences}
+        unread = {each: layer.read[each].own.rows(layer.runner.length(each)) for each in sequences}
         free = layer.texts.make_room(min(self.chunk, sum(map(len, unread.values()))))
         left, parts = min(self.chunk, free), [np.empty((0, NUM_COLUMNS), np.int64)]
         for sequence in sorted(unread, key=lambda each: len(unread[each])):
@@ -232,9 +226,7 @@ class DraftHeadProposer(DraftModelProposer):
         """Whether features or text are to be read before anything is proposed."""
         first, last = self.layers[0].read[sequence], self.layers[-1].read[sequence]
         left = any(
-            layer.read[sequence].before and layer.texts.make_room(1)
-            for layer in self.layers[:-1]
-            if sequence not in self.runner.memory.failed
+            layer.read[sequence].before and layer.texts.make_room(1) for layer in self.layers[:-1]
         )
         return left or first.awaits_features or len(last.before) > MOST_READ
 
@@ -250,7 +242,7 @@ class DraftHeadProposer(DraftModelProposer):
         return request.select(np.zeros(len(request.nodes), bool))
 
     def _missing(self, sequence: int) -> np.ndarray:
-        rows = self.layers[-1].unread(sequence)
+        rows = super()._missing(sequence)
         # The last token is computed in the pass that proposes what may follow it.
         return rows[:-1] if len(rows) > MOST_READ else rows
 
@@ -278,12 +270,8 @@ class DraftHeadProposer(DraftModelProposer):
         """The first layer that computes a row of a pass; none has that number: what is above it is
         still to be computed. Layers before the last have read decided text already."""
         last = len(self.layers) - 1
-        if kind != DRAFT:
-            return last
-        for number, layer in enumerate(self.layers):
-            if parent in layer.states[sequence]:
-                return min(number + 1, last)
-        return len(self.layers)
+        known = (each for each in range(last + 1) if parent in self.layers[each].states[sequence])
+        return last if kind != DRAFT else next((min(each + 1, last) for each in known), last + 1)
 
     def _in_layer(self, layer: HeadLayer, rows: np.ndarray) -> Tensor:
         """The states of rows in a layer, `[rows, hidden]`. A node reads that of its parent in the

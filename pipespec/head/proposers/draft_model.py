@@ -90,11 +90,9 @@ class DraftModelProposer:
         num_masks = parallel.num_masks if parallel else 0
         self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
         self.tokens = tokens
-        # Which of the target's tokens the draft's logits are of, rising; None: the first ones. On
-        # the device they are put with the first logits, and so are their columns in these.
+        # Which of the target's tokens the draft's logits are of, rising; None: the first ones.
         self.known = None if tokens is None else np.flatnonzero(tokens.ids != MISSING)
-        self._known: Tensor | None = None
-        self._columns: Tensor | None = None
+        self._columns: Tensor | None = None  # of these tokens, if the draft has others
         self._contexts: dict[int, Context] = {}
         self.read: dict[int, ReadText] = {}
         self._warned = False  # about logits that are not finite
@@ -275,12 +273,10 @@ class DraftModelProposer:
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """The logits of the target's tokens."""
-        if self.known is not None and self._known is None:
-            self._known = to_device(self.known, logits.device)
-            if self.tokens is not None:
-                self._columns = to_device(self.tokens.ids[self.known], logits.device)
-        if self._columns is None:
+        if self.tokens is None:
             return logits[:, : self.vocabulary]
+        if self._columns is None:
+            self._columns = to_device(self.tokens.ids[self.known], logits.device)
         return logits.index_select(1, self._columns)
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
@@ -315,7 +311,8 @@ class DraftModelProposer:
 
         positions = np.concatenate([each.positions for each in ready]).tolist()
         samplings = [each.request.context.sampling for each in ready for _ in each.rows]
-        tokens, scores, share = to_host(*score_tokens(logits, positions, samplings, self._known))
+        known = None if self.known is None else to_device(self.known, logits.device)
+        tokens, scores, share = to_host(*score_tokens(logits, positions, samplings, known))
         levels = self._mask_confidence
         for each, rows in _spans(ready):
             sequence, ids = each.request.context.sequence, each.request.tree.id
