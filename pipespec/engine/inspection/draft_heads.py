@@ -120,12 +120,11 @@ def _info(
 ) -> CheckpointInfo:
     """As of a model with these layers, by their tensors, and the target's embedding."""
     facts = {each.name: getattr(target, each.name) for each in fields(ModelFacts)}
-    facts |= {"num_layers": len(layers), "hidden_size": hidden}
-    facts |= {"kv_size": kv_size, "kv_heads": kv_heads}
-    facts |= {"has_kv": (), "has_state": (), "recurrent": None, "tied": False, "unscaled": None}
+    facts |= {"num_layers": len(layers), "hidden_size": hidden, "kv_size": kv_size}
+    facts |= {"kv_heads": kv_heads, "has_kv": (), "has_state": (), "recurrent": None, "tied": False}
     sizes = [sum(math.prod(each.shape) for each in layer) * ITEM for layer in layers]
     return CheckpointInfo(
-        **{**facts, "has_tp_plan": False, "tp_plan_splits_kv": False},
+        **{**facts, "unscaled": None, "has_tp_plan": False, "tp_plan_splits_kv": False},
         path=path,
         model_type=target.model_type if head.kind != EAGLE3 else "llama",
         vocab_size=target.vocab_size,

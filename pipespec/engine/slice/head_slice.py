@@ -50,8 +50,6 @@ class HeadSlice(ModelSlice):
     head of the last, which alone has it, and in `earlier` the others.
     """
 
-    earlier: tuple[HeadSlice, ...] = ()
-
     def __init__(
         self,
         model: PreTrainedModel,

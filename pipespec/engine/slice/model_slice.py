@@ -57,7 +57,7 @@ class ModelSlice:
         earlier: the layers of a draft head before this one.
     """
 
-    earlier: tuple[ModelSlice, ...] = ()
+    earlier: tuple[Any, ...] = ()
 
     def __init__(
         self,

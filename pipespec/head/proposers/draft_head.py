@@ -2,12 +2,10 @@
 what is known of the position before it. Of decided text that are hidden states of the target (its
 *features*); below it in the tree, the head's own states.
 
-Of several MTP layers each reads, with a token, the state that the layer before it has of the token
-before (DeepSeek-V3, arXiv 2412.19437, section 2.2), so the k-th layer proposes the k-th token
-beyond the features, and the last one every later token too, from its own states. A node at depth d
-below the last decided token is computed by the layers d+1 and later: the first of these proposes
-what follows it, and the others need its key, as each attends, as in training, to all tokens up to
-its own. Each has a KV cache of its own, as the k-th layer begins k-1 tokens later.
+Of several MTP layers each reads the state that the layer before it has of the token before
+(DeepSeek-V3, arXiv 2412.19437, section 2.2); the k-th proposes the k-th token beyond the features,
+and the last one all later tokens too. A node at depth d is computed by the layers d+1 and later: as
+in training, each attends to all tokens of the path. A layer has a KV cache of its own.
 """
 
 from __future__ import annotations
@@ -94,11 +92,6 @@ class HeadText(ReadText):
             own.nodes.append(context.nodes[place])
 
     @property
-    def has_root(self) -> bool:
-        """Whether the last token can be read."""
-        return self.places[-1:] == [len(self._context.tokens) - 1]
-
-    @property
     def awaits_features(self) -> bool:
         """Whether the features before the last token are still to come."""
         return self._next < len(self._context.tokens) - 1
@@ -176,8 +169,7 @@ class DraftHeadProposer(DraftModelProposer):
         assert computed.hidden is not None
         first = self.layers[0]
         known = first.model.fused(computed.hidden)
-        places = computed.rows[:, [SEQUENCE, POSITION]].tolist()
-        for row, (sequence, position) in enumerate(places):
+        for row, (sequence, position) in enumerate(computed.rows[:, [SEQUENCE, POSITION]].tolist()):
             if sequence in first.read:  # else it has ended
                 first.read[sequence].add(position, known[row])
 
@@ -237,7 +229,7 @@ class DraftHeadProposer(DraftModelProposer):
         sequence, root = request.context.sequence, request.context.nodes[-1]
         text = self.layers[-1].read[sequence]
         read = all(root in layer.states[sequence] for layer in self.layers[:-1])
-        if read and text.has_root and len(text.before) <= MOST_READ:
+        if read and text.own.nodes[-1:] == [root] and len(text.before) <= MOST_READ:
             return request
         return request.select(np.zeros(len(request.nodes), bool))
 
@@ -249,8 +241,7 @@ class DraftHeadProposer(DraftModelProposer):
     def _computed(self, rows: np.ndarray) -> Tensor:
         import torch
 
-        columns = [SEQUENCE, NODE, PARENT, KIND]
-        places: list[tuple[int, int, int, int]] = rows[:, columns].tolist()
+        places = rows[:, [SEQUENCE, NODE, PARENT, KIND]].tolist()
         found: dict[int, Tensor] = {}
         left = [*range(len(rows))]
         while left:  # one level after another
