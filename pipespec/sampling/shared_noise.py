@@ -28,19 +28,23 @@ CUT_OFF_PENALTY = 3.0
 
 
 def score_tokens(
-    logits: Tensor, positions: Sequence[int], samplings: Sequence[SamplingParams]
+    logits: Tensor,
+    positions: Sequence[int],
+    samplings: Sequence[SamplingParams],
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens that may be drawn, the score of each, and the probability that one of them is
     drawn: int64 and float64 `[rows, n]`, float64 `[rows]`.
 
     Args:
-        logits: the draft's, `[rows, vocab]`.
+        logits: the draft's, `[rows, columns]`.
         positions, samplings: of the tokens, `[rows]`.
+        tokens: those of the columns, rising, `[columns]`; None: 0, 1, 2, ...
 
     A score is T (log q / T + noise), up to a constant of its row. So its error, that of log q, has
     the same magnitude at every temperature.
     """
-    logits = _biased(logits.float(), samplings)
+    logits = _biased(logits.float(), samplings, tokens)
     temperature = column([min(max(one.temperature, COLDEST), HOTTEST) for one in samplings], logits)
     best = logits.topk(min(NUM_SCORED, logits.shape[1]))
     behind = (best.values - best.values[:, :1]).double()  # 0 and below, falling
@@ -49,25 +53,29 @@ def score_tokens(
     if logits.shape[1] > NUM_SCORED:
         whole = ((logits - best.values[:, :1]) / temperature.float()).logsumexp(1)
         share = (logq.logsumexp(1) - whole).exp().clamp(max=1.0)
-    drawn = noise([one.seed for one in samplings], positions, best.indices)
+    chosen = best.indices if tokens is None else tokens[best.indices]
+    drawn = noise([one.seed for one in samplings], positions, chosen)
     drawn -= CUT_OFF_PENALTY * cut_off_mask(logq, samplings)
-    return best.indices, behind + temperature * drawn, share
+    return chosen, behind + temperature * drawn, share
 
 
-def _biased(logits: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
+def _biased(logits: Tensor, samplings: Sequence[SamplingParams], tokens: Tensor | None) -> Tensor:
     """Add the logit biases of the tokens that the draft knows."""
     added = [
         (row, token, float(bias))
         for row, one in enumerate(samplings)
         for token, bias in one.logit_bias
-        if token < logits.shape[1]
     ]
     if not added:
         return logits
-    rows, tokens, biases = (
+    rows, biased, biases = (
         to_device(torch.tensor(x), logits.device) for x in zip(*added, strict=True)
     )
-    return logits.index_put((rows, tokens), biases, accumulate=True)
+    if tokens is None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+    columns = torch.searchsorted(tokens, biased).clamp(max=len(tokens) - 1)
+    biases = biases.where(tokens[columns] == biased, 0.0)  # 0 in any column: the draft lacks it
+    return logits.index_put((rows, columns), biases, accumulate=True)
 
 
 def reweight(

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pipespec.cluster.deployment.checks import require_fit
 from pipespec.cluster.weights.plan import parts_of_rank
 from pipespec.config.compose import compose
 from pipespec.engine.checkpoint.partial_checkpoint import missing
+from pipespec.engine.slice.head_slice import load_head
 from pipespec.errors import ConfigError, ModelError
 from tests.helpers import heads, models
 from tests.helpers.matrix import some_of
@@ -54,9 +56,11 @@ def test_eagle3_head_gives_the_text_of_hugging_face(llama, expected, redis, poli
     assert found == expected
 
 
-@pytest.mark.parametrize("model_type", MTP)
-def test_mtp_layer_of_the_checkpoint_gives_the_text_of_hugging_face(redis, model_type, tmp_path):
-    target = heads.write_mtp(model_type, tmp_path / "target")
+@pytest.mark.parametrize(("model_type", "layers"), some_of(MTP, [1, 3], share=2))
+def test_mtp_layers_of_the_checkpoint_give_the_text_of_hugging_face(
+    redis, model_type, layers, tmp_path
+):
+    target = heads.write_mtp(model_type, tmp_path / "target", layers)
     deployment = deployed(target, "cluster.stages=2", *ALWAYS)
     require_fit(deployment)
     assert deployment.draft is not None and deployment.draft.path == target
@@ -109,6 +113,8 @@ def test_host_of_the_head_needs_the_targets_embedding_too(llama, tmp_path):
     assert parts_of_rank(deployed(llama, head=whole), 0)["target"] == {"embedding", "head"}
     mtp = heads.write_mtp("deepseek_v3", tmp_path / "mtp")
     assert {"4", "embedding", "head"} == parts_of_rank(deployed(mtp), 0)["draft"]
+    two = heads.write_mtp("glm4_moe", tmp_path / "two", layers=2)
+    assert {"4", "5", "embedding", "head"} == parts_of_rank(deployed(two), 0)["draft"]
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -161,6 +167,17 @@ def test_heads_without_their_tensors_are_refused(llama, tmp_path, change, why):
     changed(head, **change)
     with pytest.raises(ModelError, match=why):
         require_fit(deployed(llama, head=head))
+
+
+def test_head_whose_tokens_are_none_of_the_target_is_refused(llama, tmp_path):
+    head = Path(shutil.copytree(heads.shared(llama), tmp_path / "head"))
+    tensors = load_file(head / "model.safetensors")
+    tensors["d2t"][-1] += models.VOCAB_SIZE
+    save_file(tensors, head / "model.safetensors")
+    info = deployed(llama, head=head).draft
+    assert info is not None and info.head is not None
+    with pytest.raises(ModelError, match="d2t must name rising tokens of the target; fetch"):
+        load_head(head, info.head, llama, dtype=torch.float32, num_slots=8)
 
 
 def test_target_without_mtp_layers_needs_a_head(llama):

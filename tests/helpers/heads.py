@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import models
 
@@ -110,32 +111,34 @@ def shared(target: Path) -> Path:
     return folder
 
 
-def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
-    """A target with an MTP layer in its checkpoint: one more layer of its kind. Beside it, in the
-    folder `whole`, that layer is one of the target's, as Transformers loads it."""
+def write_mtp(model_type: str, folder: Path, layers: int = 1, **overrides: Any) -> Path:
+    """A target with MTP layers in its checkpoint: more layers of its kind. Beside it, in the
+    folder `whole`, these layers are some of the target's, as Transformers loads it."""
     count, qwen = models.NUM_LAYERS, model_type == "qwen3_next"
     kinds = {
-        name: [*models.CONFIGS[model_type][name], kind]
+        name: [*models.CONFIGS[model_type][name], *[kind] * layers]
         for name, kind in _KINDS.items()
         if name in models.CONFIGS[model_type]
     }
-    more = {"num_hidden_layers": count + 1, **kinds, **overrides}
+    more = {"num_hidden_layers": count + layers, **kinds, **overrides}
     models.build(model_type, folder / "whole", **more)
     tensors = load_file(folder / "whole" / "model.safetensors")
-    own, raw = f"model.layers.{count}.", json.loads((folder / "whole" / "config.json").read_text())
-    hidden, found = raw["hidden_size"], dict[str, Tensor]()
-    for name, tensor in tensors.items():
-        inner = name.removeprefix(own)
-        found[f"mtp.layers.0.{inner}" if qwen and inner != name else name] = tensor
-    for name, of_qwen in _OF_QWEN.items():
-        weight = 1 - qwen + 0.2 * torch.randn(hidden)
-        if name == "eh_proj":
-            weight = 1.5 * torch.randn(hidden, 2 * hidden) / (2 * hidden) ** 0.5
-        found[f"mtp.{of_qwen}.weight" if qwen else f"{own}{name}.weight"] = weight
-    if not qwen:
-        found[own + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        found[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        raw["num_nextn_predict_layers"] = 1
+    raw = json.loads((folder / "whole" / "config.json").read_text())
+    hidden, found = raw["hidden_size"], dict(tensors)
+    for number in range(layers):
+        own = f"model.layers.{count + number}."
+        if qwen:
+            for name in [name for name in tensors if name.startswith(own)]:
+                found[f"mtp.layers.{number}.{name.removeprefix(own)}"] = found.pop(name)
+        else:
+            found[own + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+            found[own + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            raw["num_nextn_predict_layers"] = layers
+        for name in _OF_QWEN if not (qwen and number) else ():
+            weight = 1 - qwen + 0.2 * torch.randn(hidden)
+            if name == "eh_proj":
+                weight = 1.5 * torch.randn(hidden, 2 * hidden) / (2 * hidden) ** 0.5
+            found[mtp_name(found, name, number)] = weight
     raw["num_hidden_layers"] = count
     raw |= {name: raw[name][:count] for name in _KINDS if raw.get(name) is not None}
     save_file(found, folder / "model.safetensors", {"format": "pt"})
@@ -143,11 +146,60 @@ def write_mtp(model_type: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def mtp_tensor(folder: Path, name: str) -> Tensor:
-    """The weight of a module that `write_mtp` has added to a layer."""
-    tensors = load_file(folder / "model.safetensors")
-    of_qwen = f"mtp.{_OF_QWEN[name]}.weight"
-    return tensors.get(of_qwen, tensors.get(f"model.layers.{models.NUM_LAYERS}.{name}.weight"))
+def mtp_name(tensors: Mapping[str, Tensor], name: str, number: int) -> str:
+    """The weight of a module that `write_mtp` adds to a layer: in the layout of Qwen3-Next all
+    layers have the same."""
+    if any(each.startswith("mtp.") for each in tensors):
+        return f"mtp.{_OF_QWEN[name]}.weight"
+    return f"model.layers.{models.NUM_LAYERS + number}.{name}.weight"
+
+
+class PlainMTP:
+    """The MTP layers that `write_mtp` has made, in plain torch and by Transformers' own layers, as
+    DeepSeek-V3's report has them (section 2.2): each computes whole texts."""
+
+    def __init__(self, folder: Path):
+        tensors = load_file(folder / "model.safetensors")
+        count = models.NUM_LAYERS
+        model = AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.float32)
+        self.base, self.config, self.output = model.model, model.config, model.lm_head
+        self.layers = self.base.layers[count:]
+        kind, size = type(self.layers[0].input_layernorm), self.config.hidden_size
+        self.own: list[dict[str, Any]] = []
+        for number in range(len(self.layers)):
+            own = {name: tensors[mtp_name(tensors, name, number)] for name in _OF_QWEN}
+            norms = {name: kind(size, eps=self.config.rms_norm_eps) for name in own}
+            for name, norm in norms.items():
+                norm.weight.data = own[name]
+            self.own.append({**norms, "eh_proj": own["eh_proj"]})
+        if getattr(self.config, "layer_types", None) is not None:
+            self.config.layer_types = self.config.layer_types[count : count + 1]
+        self.config.num_hidden_layers = 1
+
+    @torch.no_grad()
+    def states(self, number: int, tokens: list[int], before: Tensor) -> Tensor:
+        """The normed states of rows with these tokens in a layer, each of which attends to those
+        before it, given what is known of the positions before them, `[rows, hidden]`."""
+        own = self.own[number]
+        self.base.layers, self.base.norm = self.layers[number : number + 1], own["shared_head.norm"]
+        embedded = self.base.embed_tokens(torch.tensor(tokens))
+        joined = torch.cat((own["enorm"](embedded), own["hnorm"](before)), -1) @ own["eh_proj"].T
+        return self.base(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int], drafted: list[int], features: Tensor) -> Tensor:
+        """After draft tokens below the last of a text, given the features of its positions but the
+        last, `[vocab]`."""
+        path, before = [*tokens, *drafted], features
+        for number in range(min(len(drafted) + 1, len(self.layers))):
+            # The k-th layer reads the k-th token behind each position of which it knows a state.
+            first = number + 1
+            read = before
+            before = states = self.states(number, path[first : first + len(read)], read)
+        while first + len(read) < len(path):  # the last layer, from its own states
+            read = torch.cat((read, states[-1:]))
+            states = self.states(number, path[first : first + len(read)], read)
+        return self.output(states[-1])
 
 
 def write_follower(folder: Path) -> tuple[Path, Path]:

@@ -27,6 +27,7 @@ from pipespec.cluster.diagnostics.probe import (
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import interfaces
 from pipespec.system.versions import own_version
+from tests.helpers import heads, models
 from tools.rig import testbed
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,19 @@ def test_three_hosts_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert link["reach"]["problem"] is None
         assert 0 < link["measured"]["rtt_ms"] < 1000
         assert link["measured"]["gbit_per_s"] > 0
+
+
+def test_a_draft_head_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = models.shared("llama")
+    head = heads.write_eagle3(tmp_path / "head", target)
+    settings = [hosts_file(tmp_path, HOSTS[:2]), "proposer=head", f"model.target={target}"]
+    report, _ = examined(capsys, *settings, f"model.draft={head}", code=0)
+    assert report["findings"] == []
+    assert main(["doctor", *settings]) == 2
+    assert "holds no MTP layer, and model.draft names no head" in capsys.readouterr().err
+    (head / "config.json").write_text("{}")
+    assert main(["doctor", *settings, f"model.draft={head}"]) == 2
+    assert "heads of one layer of llama are read" in capsys.readouterr().err
 
 
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

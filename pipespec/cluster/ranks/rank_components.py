@@ -86,21 +86,23 @@ def load_model(
         if deployment.head is not None:
             how["taps"] = deployment.head.taps
         model = ModelSlice.load(info.path, layers, **how)
-    if settings.compile:
-        speedups.compile_slice(model)
-    else:
-        # Weights that count as used are freed as they are packed.
-        mapped = memory.weight_bytes(deployment, info, rank) == 0
-        room = memory.share_bytes(device, sharing) - memory.recurrent_bytes(deployment, info, rank)
-        speedups.use_fastest_products(model, room if mapped else math.inf)
-    any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
-    if model.device.type == "cuda" and any_attention:
-        speedups.autotune(model, settings.graph_rows)
-    elif model.device.type == "cuda" and model.attention != SDPA:
-        speedups.capture_graphs(model, settings.graph_rows)
+    for each in (*model.earlier, model):
+        if settings.compile:
+            speedups.compile_slice(each)
+        else:
+            # Weights that count as used are freed as they are packed.
+            mapped = memory.weight_bytes(deployment, info, rank) == 0
+            room = memory.share_bytes(device, sharing)
+            room -= memory.recurrent_bytes(deployment, info, rank)
+            speedups.use_fastest_products(each, room if mapped else math.inf)
+        any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
+        if each.device.type == "cuda" and any_attention:
+            speedups.autotune(each, settings.graph_rows)
+        elif each.device.type == "cuda" and each.attention != SDPA:
+            speedups.capture_graphs(each, settings.graph_rows)
     if model.device.type == "cuda":
         speedups.capture_head(model, settings.graph_rows)
-    for sentence in model.refused:
+    for sentence in dict.fromkeys(why for each in (*model.earlier, model) for why in each.refused):
         log.warning(sentence)
     heap.release()  # what loading and self-tests have freed
     return model

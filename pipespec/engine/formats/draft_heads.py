@@ -6,9 +6,10 @@ and the names of their tensors.
               to the target's. `fc` reads the outputs of some layers of the target.
     MTP       multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437): layers of the target's
               own checkpoint behind its last one (DeepSeek V3, GLM-4.5), or named `mtp`
-              (Qwen3-Next). They read the hidden states behind the target's final norm.
+              (Qwen3-Next). The first reads the hidden states behind the target's final norm, each
+              of the others the normed states of the one before it.
 
-Both read a token together with the features of the position before it. Pure, but for the files that
+All read a token together with what is known of the position before it. Pure, but for the files that
 `HeadFolder` reads.
 """
 
@@ -58,7 +59,8 @@ class DraftHead:
         kind: EAGLE3 or MTP.
         taps: the layers of the target whose outputs it reads, rising; none: it reads the hidden
             states behind the final norm.
-        layer: of its decoder layer among those of its class.
+        layer: of its decoder layers among those of its class, each of which is made by itself.
+        num_layers: which propose tokens in turn.
         parts: of its own checkpoint, as in `slice_tensors`.
         target_parts: of the target's checkpoint, which it needs too.
     """
@@ -68,6 +70,7 @@ class DraftHead:
     layer: int
     parts: frozenset[str]
     target_parts: frozenset[str] = frozenset()
+    num_layers: int = 1
 
 
 class HeadFolder(SafetensorsFolder):
@@ -142,22 +145,24 @@ def eagle3_names(tensors: Collection[str], layer: int) -> dict[str, str]:
 
 
 # Modules of an MTP layer beside those of the target's own, by their names there, and by those that
-# Qwen3-Next has for them.
+# Qwen3-Next has for them, which are those of all its MTP layers.
 _JOIN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 _ENDS = {"shared_head.norm.": "model.norm.", "shared_head.head.": "lm_head."}
 
 
-def mtp_names(tensors: Collection[str], layer: int) -> dict[str, str]:
-    """The same for the first MTP layer in the checkpoint of a target with `layer` layers; empty: it
-    holds none. Further ones are left out: the first reads its own states instead."""
-    own = f"model.layers.{layer}."
-    return dict(_mtp_names(tensors, own))
+def mtp_names(tensors: Collection[str], layer: int, number: int = 0) -> dict[str, str]:
+    """The same for an MTP layer, counted from 0, in the checkpoint of a target with `layer` layers;
+    empty: it is not there."""
+    found = dict(_mtp_names(tensors, layer, number))
+    needed = {f"model.layers.{layer}.{each}.weight" for each in ("eh_proj", "input_layernorm")}
+    return found if needed <= {*found.values()} else {}
 
 
-def _mtp_names(tensors: Collection[str], own: str) -> Iterator[tuple[str, str]]:
+def _mtp_names(tensors: Collection[str], layer: int, number: int) -> Iterator[tuple[str, str]]:
+    own, stored = f"model.layers.{layer}.", f"model.layers.{layer + number}."
     for name in tensors:
-        if name.startswith(own):
-            inner = name.removeprefix(own)
+        if name.startswith(stored):
+            inner = name.removeprefix(stored)
             if inner == OWN_EMBEDDING:  # the target's once more
                 continue
             of = next((each for each in _ENDS if inner.startswith(each)), None)
@@ -167,8 +172,8 @@ def _mtp_names(tensors: Collection[str], own: str) -> Iterator[tuple[str, str]]:
             module = inner.split(".")[0]
             if module in _JOIN:
                 yield name, own + inner.replace(module, _JOIN[module])
-            elif inner.startswith("layers.0."):
-                yield name, own + inner.removeprefix("layers.0.")
+            elif inner.startswith(of_layer := f"layers.{number}."):
+                yield name, own + inner.removeprefix(of_layer)
             elif module == "norm":
                 yield name, f"model.{inner}"
 
@@ -176,6 +181,13 @@ def _mtp_names(tensors: Collection[str], own: str) -> Iterator[tuple[str, str]]:
 EAGLE_PARTS = frozenset({EMBEDDING, HEAD})
 
 
-def mtp_head(names: Collection[str], layer: int) -> DraftHead:
-    part = UNUSED if any(name.startswith("mtp.") for name in names) else str(layer)
-    return DraftHead(MTP, (), layer, frozenset({part, EMBEDDING, HEAD}))
+def mtp_head(names: Collection[str], layer: int) -> DraftHead | None:
+    """The MTP layers in the checkpoint of a target with `layer` layers, by its tensors; None: it
+    holds none."""
+    number = 0
+    while mtp_names(names, layer, number):
+        number += 1
+    named = any(name.startswith("mtp.") for name in names)
+    parts = {UNUSED} if named else {str(each) for each in range(layer, layer + number)}
+    parts |= {EMBEDDING, HEAD}
+    return DraftHead(MTP, (), layer, frozenset(parts), num_layers=number) if number else None

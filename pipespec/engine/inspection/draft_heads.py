@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -43,8 +43,8 @@ ITEM = ITEM_BYTES["float32"]
 
 
 def inspect_head(model: str | Path | None, target: CheckpointInfo) -> CheckpointInfo:
-    """The draft head of a target: an EAGLE-3 head in a folder or of the hub, or None: the MTP layer
-    that the target's checkpoint holds. Raises ModelError, in one sentence, for anything else."""
+    """The draft head of a target: an EAGLE-3 head in a folder or of the hub, or None: the MTP
+    layers that its checkpoint holds. Raises ModelError, in one sentence, for anything else."""
     if model is None:
         return _mtp(target)
     files = HeadFolder(path := resolve(model))
@@ -81,7 +81,7 @@ def inspect_head(model: str | Path | None, target: CheckpointInfo) -> Checkpoint
     size = int(raw.get("head_dim") or hidden // heads)
     head = DraftHead(EAGLE3, taps, EAGLE_LAYERS - 1, EAGLE_PARTS, frozenset(parts))
     rest = [each for name, each in tensors.items() if name != OWN_EMBEDDING]
-    return _info(target, path, head, rest, hidden, 2 * size * kv_heads, kv_heads)
+    return _info(target, path, head, [rest], hidden, 2 * size * kv_heads, kv_heads)
 
 
 def _mtp(target: CheckpointInfo) -> CheckpointInfo:
@@ -91,8 +91,8 @@ def _mtp(target: CheckpointInfo) -> CheckpointInfo:
             f"MTP layers are read from folders of safetensors, but {path} is a GGUF file; {INSTEAD}"
         )
     files = HeadFolder(path)
-    names = mtp_names(files.present, target.num_layers)
-    if f"model.layers.{target.num_layers}.eh_proj.weight" not in names.values():
+    head = mtp_head(files.present, target.num_layers)
+    if head is None:
         raise ModelError(
             f"{path} holds no MTP layer, and model.draft names no head; {INSTEAD} (model.draft)"
         )
@@ -102,33 +102,35 @@ def _mtp(target: CheckpointInfo) -> CheckpointInfo:
             f"whole; {INSTEAD}"
         )
     tensors = files.headers()
-    rest = [tensors[name] for name in mtp_names(tensors, target.num_layers)]
-    head = mtp_head(names, target.num_layers)
-    return _info(target, path, head, rest, target.hidden_size, target.kv_size, target.kv_heads)
+    layers = [
+        [tensors[name] for name in mtp_names(tensors, head.layer, number)]
+        for number in range(head.num_layers)
+    ]
+    return _info(target, path, head, layers, target.hidden_size, target.kv_size, target.kv_heads)
 
 
 def _info(
     target: CheckpointInfo,
     path: Path,
     head: DraftHead,
-    tensors: Iterable[Tensor],
+    layers: Sequence[Iterable[Tensor]],
     hidden: int,
     kv_size: int,
     kv_heads: int,
 ) -> CheckpointInfo:
-    """As of a model with one layer and the target's embedding."""
+    """As of a model with these layers, by their tensors, and the target's embedding."""
     facts = {each.name: getattr(target, each.name) for each in fields(ModelFacts)}
-    facts |= {"num_layers": 1, "hidden_size": hidden, "kv_size": kv_size, "kv_heads": kv_heads}
-    facts |= {"has_kv": (), "has_state": (), "recurrent": None, "tied": False, "unscaled": None}
-    of_layer = sum(math.prod(each.shape) for each in tensors) * ITEM
+    facts |= {"num_layers": len(layers), "hidden_size": hidden, "kv_size": kv_size}
+    facts |= {"kv_heads": kv_heads, "has_kv": (), "has_state": (), "recurrent": None, "tied": False}
+    sizes = [sum(math.prod(each.shape) for each in layer) * ITEM for layer in layers]
     return CheckpointInfo(
-        **{**facts, "has_tp_plan": False, "tp_plan_splits_kv": False},
+        **{**facts, "unscaled": None, "has_tp_plan": False, "tp_plan_splits_kv": False},
         path=path,
         model_type=target.model_type if head.kind != EAGLE3 else "llama",
         vocab_size=target.vocab_size,
         eos=(),
-        stored=Sizes((of_layer,), target.vocab_size * hidden * ITEM, 0),
-        matrices=Matrices((0,), 1, 1, False),
+        stored=Sizes(tuple(sizes), target.vocab_size * hidden * ITEM, 0),
+        matrices=Matrices((0,) * head.num_layers, 1, 1, False),
         storage=Storage(),
         dtype=None,
         mask_token=None,

@@ -1,4 +1,4 @@
-"""A draft head as a slice of one layer, by the class of the model whose layer it is."""
+"""A draft head as slices of one layer each, by the class of the model whose layers they are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,11 +43,11 @@ with silence_warnings():
 
 
 class HeadSlice(ModelSlice):
-    """The decoder layer of a draft head, with the embedding and the output head that it uses.
+    """A decoder layer of a draft head, with the embedding and the output head that it uses.
 
-    It takes rows of `joined`, and returns states `[rows, hidden]`, of which `logits` has those of
-    the target's tokens, -inf of those that the head lacks, and `state_below` what a token below
-    reads.
+    It takes rows of `joined`, and returns states `[rows, hidden]`, which tokens below read, and of
+    which `logits` has those of its own tokens. MTP layers return them normed; all have the output
+    head of the last, which alone has it, and in `earlier` the others.
     """
 
     def __init__(
@@ -54,16 +55,14 @@ class HeadSlice(ModelSlice):
         model: PreTrainedModel,
         head: DraftHead,
         embedding: Tensor,
-        place: Tensor | None,
+        tokens: np.ndarray | None,
         num_slots: int,
         attention: str,
         **how: Any,
     ):
-        """`embedding`: of the target's tokens, `[vocab, hidden]`; `place`: of each of them among
-        the head's own, -1: it has none, `[vocab]`; None: both have the same."""
-        self.embedding = embedding
-        self._place = None if place is None else place.clamp(min=0)
-        self._lacking = None if place is None else place < 0
+        """`embedding`: of the target's tokens, `[vocab, hidden]`; `tokens`: which of them the head
+        proposes, rising; None: all."""
+        self.embedding, self.tokens = embedding, tokens
         self.eagle = head.kind == EAGLE3
         base = model.base_model
         self.norm, base.norm = base.norm, nn.Identity()
@@ -82,11 +81,6 @@ class HeadSlice(ModelSlice):
         return self.base.layers[0].fc(features) if self.eagle else features
 
     @torch.inference_mode()
-    def state_below(self, states: Tensor) -> Tensor:
-        """What the layer reads, in place of features, of rows with these states."""
-        return states if self.eagle else self.norm(states)
-
-    @torch.inference_mode()
     def joined(self, tokens: Tensor, before: Tensor) -> Tensor:
         """Rows with these tokens `[rows]`, where `before` `[rows, hidden]` is known of the
         positions before them."""
@@ -99,13 +93,11 @@ class HeadSlice(ModelSlice):
             layer.input_layernorm.token = token.unsqueeze(0)
         else:
             before = layer.eh_proj(torch.cat((layer.enorm(token), layer.hnorm(before)), 1))
-        return super().compute(before, positions)
+        states = super().compute(before, positions)
+        return states if self.eagle else self.norm(states)
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits = super().head(self.norm(hidden))
-        if self._place is None or self._lacking is None:
-            return logits
-        return logits.index_select(1, self._place).masked_fill_(self._lacking, -torch.inf)
+        return super().head(self.norm(hidden) if self.eagle else hidden)
 
 
 class _JoinedNorm(nn.Module):
@@ -133,34 +125,44 @@ def load_head(
     kv_dtype: str = KV_PLAIN,
     context: int | None = None,
 ) -> HeadSlice:
-    """Load a draft head for the checkpoint `target`; see `ModelSlice.load`. Raises ModelError."""
+    """Load a draft head for the checkpoint `target`: its last layer, which has the others; see
+    `ModelSlice.load`. Raises ModelError."""
     require_parts(path, head.parts)
     require_parts(target, head.target_parts)
     files, of_target, device = HeadFolder(path), open_files(target), torch.device(device)
     own = files if head.kind == EAGLE3 else of_target
-    names = files.headers()
-    known = {name: files.tensor(stored, dtype) for stored, name in parameters(head, files).items()}
-    if OUTPUT not in known:
-        known[OUTPUT] = _output(of_target, dtype)
-    if OWN_EMBEDDING in names and head.kind == EAGLE3:
+    if OWN_EMBEDDING in files.headers() and head.kind == EAGLE3:
         rows = files.tensor(OWN_EMBEDDING, dtype)
     else:
         rows = of_target.tensor(_embedding_of(of_target), dtype)
     embedding = rows[...].to(device, dtype)
-    place = None
+    tokens = None
     if TO_TARGET in files.present:
-        to_target = files.read(TO_TARGET)
-        place = torch.full((len(embedding),), -1)
-        place[to_target + torch.arange(len(to_target))] = torch.arange(len(to_target))
-        place = place.to(device)
-    with alone():
-        model, loaded = make(head, own.config(), known, device, dtype)
-    require_all(path, loaded)
-    if device.type == "cpu":
-        cpu_products.use_eight_bits(model)
-    most, _ = reach(model.config)
-    fix_frequencies(model, min(context or most, most))
-    return HeadSlice(model, head, embedding, place, num_slots, attention, kv_dtype=kv_dtype)
+        to_target = files.read(TO_TARGET).numpy()
+        tokens = to_target + np.arange(len(to_target))
+        if not all(np.diff(tokens, prepend=-1, append=len(embedding)) > 0):
+            raise ModelError(
+                f"{path}: {TO_TARGET} must name rising tokens of the target; fetch the head again"
+            )
+    layers: list[HeadSlice] = []
+    for number in range(head.num_layers):
+        names = parameters(head, files, number)
+        known = {name: files.tensor(stored, dtype) for stored, name in names.items()}
+        if OUTPUT not in known:
+            known[OUTPUT] = _output(of_target, dtype)
+        with alone():
+            model, loaded = make(head, own.config(), known, device, dtype)
+        require_all(path, loaded)
+        if number + 1 < head.num_layers:
+            model.lm_head = nn.Identity()
+        if device.type == "cpu":
+            cpu_products.use_eight_bits(model)
+        most, _ = reach(model.config)
+        fix_frequencies(model, min(context or most, most))
+        how = num_slots, attention
+        layers.append(HeadSlice(model, head, embedding, tokens, *how, kv_dtype=kv_dtype))
+    layers[-1].earlier = tuple(layers[:-1])
+    return layers[-1]
 
 
 def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]) -> None:
@@ -168,24 +170,26 @@ def check_fit(path: Path, head: DraftHead, target: Path, output: tuple[int, int]
     shape of the output head, unless they hold one. Raises ModelError."""
     files, device = HeadFolder(path), torch.device("meta")
     headers = files.headers()
-    shapes = {name: headers[of].shape for of, name in parameters(head, files).items()}
-    shapes = {OUTPUT: output, **shapes}
-    known = {name: without_numbers(shape) for name, shape in shapes.items()}
     own = files if head.kind == EAGLE3 else open_files(target)
-    config = own.config()
-    with alone():
-        try:
-            _, loaded = make(head, config, known, device, torch.float32)
-        except Exception as error:  # model code may raise anything for invalid values
-            why = f"no draft head can be made of {path} and its config.json ({reason(error)})"
-            raise ModelError(f"{why}; {FOREIGN}") from error
-    require_all(path, loaded)
+    for number in range(head.num_layers):
+        names = parameters(head, files, number)
+        shapes = {OUTPUT: output, **{name: headers[of].shape for of, name in names.items()}}
+        known = {name: without_numbers(shape) for name, shape in shapes.items()}
+        config = own.config()
+        with alone():
+            try:
+                _, loaded = make(head, config, known, device, torch.float32)
+            except Exception as error:  # model code may raise anything for invalid values
+                why = f"no draft head can be made of {path} and its config.json ({reason(error)})"
+                raise ModelError(f"{why}; {FOREIGN}") from error
+        require_all(path, loaded)
 
 
-def parameters(head: DraftHead, files: HeadFolder) -> dict[str, str]:
-    """The parameter for each tensor in the files."""
-    find = eagle3_names if head.kind == EAGLE3 else mtp_names
-    return find(files.headers(), head.layer)
+def parameters(head: DraftHead, files: HeadFolder, number: int) -> dict[str, str]:
+    """The parameter for each tensor in the files of one of its layers, counted from 0."""
+    if head.kind == EAGLE3:
+        return eagle3_names(files.headers(), head.layer)
+    return mtp_names(files.headers(), head.layer, number)
 
 
 def make(

@@ -54,7 +54,10 @@ class ModelSlice:
         attention: the name of its backend; `any_attention`: whether it may be any.
         graphs, compiled, of_ggml, products: how it computes (`pipespec.engine.slice.speedups`).
         refused: a sentence for each optimisation that is not used.
+        earlier: the layers of a draft head before this one.
     """
+
+    earlier: tuple[Any, ...] = ()
 
     def __init__(
         self,

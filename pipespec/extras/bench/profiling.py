@@ -32,7 +32,7 @@ from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Profile, TextRecord
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposer import Context
-from pipespec.head.proposers.draft_model import DraftModelConfig, logits_of
+from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.token_map import ReadText, token_map
 from pipespec.placement.host_figures import Figures
 from pipespec.system.devices import num_cuda
@@ -256,7 +256,8 @@ def read_answers(
         for start, logits in _logits(model, text.own):
             rows = before[(before >= start) & (before < start + len(logits))] - start
             if len(rows):
-                mine = logits_of(logits[torch.from_numpy(rows)], columns)
+                mine = logits[torch.from_numpy(rows)].index_select(1, columns.clamp(min=0))
+                mine.masked_fill_(columns < 0, -torch.inf)  # the draft lacks them
                 top = mine.softmax(-1).topk(min(candidates, vocabulary))
                 decided = np.array(request.token_ids[len(ranks) : len(ranks) + len(rows)])
                 found = top.indices.numpy() == decided[:, None]

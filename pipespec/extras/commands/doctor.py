@@ -15,9 +15,11 @@ from pipespec.config.compose import compose_sections
 from pipespec.config.hosts import load_hosts
 from pipespec.console.arguments import AddParser, finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
+from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError, print_error
 from pipespec.extras.device_check.machine_check import check_machine, table
 from pipespec.system.devices import require_device
+from pipespec.system.validation import home_expanded
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
 
@@ -96,6 +98,8 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
         )
     if not proposer.needs_mid:
         model = replace(model, mid=None)
+    if proposer.needs_head:
+        _require_head(model)
     report = examine_hosts(load_hosts(cluster.hosts), model)
     if as_json:
         write(json.dumps(report.as_json(), indent=2) + "\n")
@@ -106,6 +110,19 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
         kind = "pipespec" if finding.error else "pipespec: warning"
         print_error(f"{kind}: {finding.sentence}")
     return 0 if report.ok else 1
+
+
+def _require_head(model: ModelConfig) -> None:
+    """Raise ModelError if a draft head cannot be used, as far as it and its target are here."""
+    from pipespec.engine.checkpoint.model_path import known_model
+    from pipespec.engine.inspection.draft_heads import inspect_head, require_head_fit
+    from pipespec.engine.inspection.inspection import inspect
+
+    names = [name for name in (model.target, model.draft) if name is not None]
+    target, *draft = (known_model(name) or home_expanded(name) for name in names)
+    if all(path.exists() for path in (target, *draft)):
+        info = inspect(target, fit=False)
+        require_head_fit(inspect_head(draft[0] if draft else None, info), info)
 
 
 def conclusion(report: Report) -> str:

@@ -260,7 +260,8 @@ def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
     said.append(
         "Rounds are timed on this machine, and so are stages without stage_ms, as many machines "
         "like it. A share that is assumed is that of a close pair, less where the vocabularies "
-        "differ; `pipespec bench --profile` measures it. docs/drafts.md says how to make a draft."
+        "differ; `pipespec bench --profile` measures it. Draft heads (EAGLE-3, MTP layers) are not "
+        "ranked; docs/drafts.md says where one pays, how it is measured, and how to make a draft."
     )
     method = DecodingMethod("best_first", default_policy("best_first"), "auto")
     about = {"drafts": [asdict(each) for each in found]}

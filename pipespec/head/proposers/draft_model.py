@@ -25,7 +25,7 @@ from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
 from pipespec.head.proposers.parallel import ParallelDraft, best_paths
-from pipespec.head.proposers.token_map import ReadText, TokenMap
+from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
 from pipespec.head.tree import ROOT
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.system.device_copy import to_device, to_host
@@ -90,7 +90,9 @@ class DraftModelProposer:
         num_masks = parallel.num_masks if parallel else 0
         self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
         self.tokens = tokens
-        self._columns: Tensor | None = None  # `TokenMap.ids`
+        # Which of the target's tokens the draft's logits are of, rising; None: the first ones.
+        self.known = None if tokens is None else np.flatnonzero(tokens.ids != MISSING)
+        self._columns: Tensor | None = None  # of these tokens, if the draft has others
         self._contexts: dict[int, Context] = {}
         self.read: dict[int, ReadText] = {}
         self._warned = False  # about logits that are not finite
@@ -141,12 +143,12 @@ class DraftModelProposer:
         missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
-        self.texts.make_room(wanted)
+        free = self._make_room(wanted)
         found: list[Proposal | None] = [None] * len(requests)
         parts: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         ready: list[_Ready] = []
-        start, left, free = 0, self.chunk, self.runner.slots.num_free
+        start, left = 0, self.chunk
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
             if requests[i].context.sequence in self.runner.memory.failed:
                 found[i] = nothing
@@ -204,6 +206,10 @@ class DraftModelProposer:
         assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
         return hidden
 
+    def _make_room(self, rows: int) -> int:
+        """See `DraftTexts.make_room`."""
+        return self.texts.make_room(rows)
+
     def _missing(self, sequence: int) -> np.ndarray:
         """The rows of decided text to compute before nodes, `[k, 6]`."""
         return self.read[sequence].own.rows(self.runner.length(sequence))
@@ -253,7 +259,7 @@ class DraftModelProposer:
 
     def _logits(self, hidden: Tensor, ready: list[_Ready]) -> tuple[list[_Ready], Tensor | None]:
         """Those sequences for which there is memory, and the logits after their rows, of the tokens
-        that the target knows, `[k, vocab]` float32; None: there is no row."""
+        `known`, `[k, tokens]` float32; None: there is no row."""
         numbers = [each.request.context.sequence for each in ready for _ in each.rows]
         rows = np.concatenate([NO_NODES, *(each.rows for each in ready)])
 
@@ -270,8 +276,8 @@ class DraftModelProposer:
         if self.tokens is None:
             return logits[:, : self.vocabulary]
         if self._columns is None:
-            self._columns = to_device(self.tokens.ids, logits.device)
-        return logits_of(logits, self._columns)
+            self._columns = to_device(self.tokens.ids[self.known], logits.device)
+        return logits.index_select(1, self._columns)
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
         """The logits with -inf for tokens that must not follow a node, unless none may."""
@@ -279,9 +285,10 @@ class DraftModelProposer:
         if all(allowed is None for allowed, _ in masks):
             return logits
         barred = np.zeros(tuple(logits.shape), bool)
+        known = slice(logits.shape[1]) if self.known is None else self.known
         for allowed, start in masks:
             if allowed is not None:
-                may = unpack_mask(allowed, logits.shape[1])
+                may = unpack_mask(allowed, self.vocabulary)[:, known]
                 barred[start : start + len(may)] = ~may & may.any(1, keepdims=True)
         return logits.masked_fill(to_device(barred, logits.device), -np.inf)
 
@@ -289,9 +296,10 @@ class DraftModelProposer:
         self, ready: Sequence[_Ready], logits: Tensor, children: int
     ) -> Iterator[Ranked]:
         """The most probable tokens after the rows of each sequence, given their logits
-        `[rows, vocab]`."""
+        `[rows, tokens]`."""
         top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
         tokens, logps = to_host(top.indices, top.values.double())
+        tokens = tokens if self.known is None else self.known[tokens]
         for _, rows in _spans(ready):
             yield tokens[rows], logps[rows]
 
@@ -303,7 +311,8 @@ class DraftModelProposer:
 
         positions = np.concatenate([each.positions for each in ready]).tolist()
         samplings = [each.request.context.sampling for each in ready for _ in each.rows]
-        tokens, scores, share = to_host(*score_tokens(logits, positions, samplings))
+        known = None if self.known is None else to_device(self.known, logits.device)
+        tokens, scores, share = to_host(*score_tokens(logits, positions, samplings, known))
         levels = self._mask_confidence
         for each, rows in _spans(ready):
             sequence, ids = each.request.context.sequence, each.request.tree.id
@@ -327,12 +336,6 @@ class DraftModelProposer:
                 for of_nodes, *of_masks in zip(*best, strict=True)
             )
             yield ranked, logps
-
-
-def logits_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """The logits `[rows, vocab]` of a draft for the target's tokens, -inf of those that it lacks;
-    `ids`: `TokenMap.ids`."""
-    return logits.index_select(1, ids.clamp(min=0)).masked_fill(ids < 0, -np.inf)
 
 
 # What may follow some rows, the likeliest first: tokens and log-probabilities, `[rows, n]`.

@@ -73,10 +73,11 @@ class DraftTexts:
         """The running states to keep in the next pass, as `Batch.kept_states`."""
         return () if self.states is None else self.states.take_unsent()
 
-    def make_room(self, rows: int) -> None:
-        """Free so many slots, as far as retained sequences hold them."""
+    def make_room(self, rows: int) -> int:
+        """Free so many slots, as far as retained sequences hold them; returns how many are free."""
         while self._runner.slots.num_free < rows and self._retained:
             self._release_oldest()
+        return self._runner.slots.num_free
 
     def _shorten(self, sequence: int, keep: int) -> int:
         """Retain the first `keep` tokens of a sequence, or as many of them as others can share;

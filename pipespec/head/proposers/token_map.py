@@ -175,11 +175,12 @@ class ReadText:
         return replace(verdict, base=base, tokens=(*self.own.tokens[base:],)), self.own.nodes[base:]
 
     def tree_rows(self, tree: Tree, nodes: np.ndarray) -> np.ndarray:
-        """As `Tree.rows`, of nodes that the draft can read, `[k, 6]`."""
+        """As `Tree.rows`, of nodes that the draft can read, at positions of the own text,
+        `[k, 6]`."""
         rows = tree.rows(self.own.sequence, nodes)
         if self._map is not None:
             rows[:, TOKEN] = self._map.ids[rows[:, TOKEN]]
-            rows[:, POSITION] += len(self.own.tokens) - len(self._context.tokens)
+        rows[:, POSITION] += len(self.own.tokens) - len(self._context.tokens)
         return rows
 
 

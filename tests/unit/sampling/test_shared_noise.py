@@ -47,6 +47,20 @@ def test_rows_scored_together_get_the_scores_they_get_alone():
             assert torch.equal(of_all[row], of_one[0])
 
 
+def test_part_of_the_vocabulary_is_scored_as_a_whole_that_lacks_the_rest():
+    rows = torch.stack([some_logits(row, 3000) for row in range(len(PARAMS))])
+    known = torch.arange(2, 3000, 3)
+    whole = torch.full_like(rows, -torch.inf).index_copy_(1, known, rows[:, known])
+    expected, found = (
+        score_tokens(logits, range(len(PARAMS)), PARAMS, tokens)
+        for logits, tokens in ((whole, None), (rows[:, known], known))
+    )
+    count = found[0].shape[1]
+    for of_whole, of_part in zip(expected[:2], found[:2], strict=True):
+        assert torch.equal(of_whole[:, :count], of_part)
+    assert torch.allclose(expected[2], found[2])
+
+
 @pytest.mark.parametrize("temperature", [1e-308, 1e-9, 50.0, 1e308])
 def test_scores_are_finite_at_every_temperature(temperature):
     """And the sharpness stays within its limits for later requests."""

@@ -79,6 +79,7 @@ def test_a_head_that_is_named_is_refused_with_the_reason(models, capsys):
     )
     said = " ".join(capsys.readouterr().out.split())
     assert f"model.draft={models / 'head'}: " in said and "a head for another model" in said
+    assert "Draft heads (EAGLE-3, MTP layers) are not ranked; docs/drafts.md says where" in said
     assert "proposer=suffix: 0.5 ms a round, right at once for 45% (assumed)" in said
     assert "Recommended: proposer=suffix policy=best_first" in said
 
