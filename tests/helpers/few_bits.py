@@ -8,8 +8,9 @@ from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
+from tests.helpers import fp4_files, fp8_files
 from tests.helpers.models import build
-from tools.rig import fp4_files, fp8_files, gguf_files, packing
+from tools.rig import gguf_files, packing
 
 FP8S, FP4S = tuple(fp8_files.KINDS), tuple(fp4_files.FORMS)
 FORMS = (*packing.KINDS, *FP8S, *FP4S)
