@@ -110,6 +110,7 @@ def links() -> Iterator[Line]:
             "demo pair",
             (_measured(own, "llama.cpp"), _measured(own, best)),
             plain=_measured(own, "pipespec root"),
+            fixed=_measured(own, "pipespec level"),
             ours=_measured(own, "pipespec"),
             first=(_measured(own, best, "ttft_ms"), _measured(own, "pipespec", "ttft_ms")),
         )
