@@ -43,19 +43,22 @@ def of_numpy() -> None:
 def fail_above(
     monkeypatch, name: str, rows: int, where: Callable[[ModelSlice], bool], fail
 ) -> None:
-    """Let this method of slices fail for more than so many rows, once the ranks are connected."""
+    """Let this method of slices fail for more than so many rows, once their rank is connected."""
     real, connect = getattr(ModelSlice, name), cluster.connect_links
-    connected = set[int]()
+    connected, head_connected = set[int](), threading.Event()
 
     def method(self: ModelSlice, inputs: torch.Tensor, *rest: Any) -> Any:
-        serving = is_draft(self) or threading.get_ident() in connected
-        if serving and len(inputs) > rows and where(self):
+        # The draft works in a thread of its own.
+        own = head_connected.is_set() if is_draft(self) else threading.get_ident() in connected
+        if own and len(inputs) > rows and where(self):
             fail()
         return real(self, inputs, *rest)
 
-    def connect_links(*given: Any) -> Any:
+    def connect_links(deployment: Any, where: Any, rank: int, store: Any) -> Any:
         connected.add(threading.get_ident())
-        return connect(*given)
+        if rank == 0:
+            head_connected.set()
+        return connect(deployment, where, rank, store)
 
     monkeypatch.setattr(cluster, "connect_links", connect_links)
     monkeypatch.setattr(ModelSlice, name, method)

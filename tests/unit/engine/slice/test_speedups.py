@@ -157,7 +157,7 @@ def test_few_weights_are_one_graph_by_one_thread_whose_rows_are_the_same_in_ever
     def rows(start: int, stop: int) -> torch.Tensor:
         """Of an answer, after those before them."""
         plan = causal_plan(slots[:start], slots[start:stop])
-        plan = replace(plan, num_prompt=np.zeros(1, np.int64))
+        plan = replace(plan, segments=[replace(each, num_prompt=0) for each in plan.segments])
         return model.forward(text[start:stop], positions[start:stop], plan)
 
     assert torch.equal(torch.cat([rows(i, i + 1) for i in range(4)]), rows(0, 4))
