@@ -44,14 +44,17 @@ class ThreadChoice:
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
-    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S.
-    PAUSE, SHORTEST_S = 10, 0.2
+    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S. At
+    # first that is no more than FIRST_S, as another rank may have read a prompt meanwhile; it may
+    # be so many times LONGER each time that the next step is crowded too.
+    PAUSE, SHORTEST_S, FIRST_S, LONGER = 10, 0.2, 0.5, 4
 
     def __init__(self, threads: int, share: int = 1):
         self._share = min(share, threads)
         self._levels = sorted({threads, self._share, 1}, reverse=True)
         # Until when each number of threads is too many.
         self._crowded_until = dict.fromkeys(self._levels, 0.0)
+        self._most_s = dict.fromkeys(self._levels, self.FIRST_S)  # of the next pause
 
     def at(self, now: float, *, shares: bool = False) -> int:
         """How many threads compute now, a time in seconds."""
@@ -60,9 +63,13 @@ class ThreadChoice:
 
     def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
         """So many threads have computed for so long, and used so much time of processors."""
-        if threads == 1 or took_s <= self.LEAST_S or cpu_s >= self.SHARE * threads * took_s:
+        if threads == 1 or took_s <= self.LEAST_S:
             return
-        pause = max(self.PAUSE * took_s, self.SHORTEST_S)
+        if cpu_s >= self.SHARE * threads * took_s:
+            self._most_s[threads] = self.FIRST_S
+            return
+        pause = min(max(self.PAUSE * took_s, self.SHORTEST_S), self._most_s[threads])
+        self._most_s[threads] *= self.LONGER
         for each in self._levels:
             if each >= threads:
                 self._crowded_until[each] = max(self._crowded_until[each], now + pause)
