@@ -44,9 +44,9 @@ class ThreadChoice:
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
-    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S. At
-    # first that is no more than FIRST_S, as another rank may have read a prompt meanwhile; it may
-    # be so many times LONGER each time that the next step is crowded too.
+    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S.
+    # At first that is no more than FIRST_S, as another rank may have read a prompt meanwhile; it
+    # may be so many times LONGER each time that the next step is crowded too.
     PAUSE, SHORTEST_S, FIRST_S, LONGER = 10, 0.2, 0.5, 4
 
     def __init__(self, threads: int, share: int = 1):
