@@ -38,9 +38,6 @@ OVERLAPS = (AUTO, "yes", "no")
 # What settings of several proposers mean.
 ROUNDS = "How often the tree is expanded per step at most; auto is as often as fits into the step."
 
-# Decided tokens that a draft may read in a round whose time says what rounds take.
-MOST_READ = 16
-
 
 @dataclass(slots=True)
 class Context:

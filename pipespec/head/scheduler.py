@@ -33,7 +33,7 @@ from pipespec.head.policies.policy import (
     TargetBatch,
     has_time_for_round,
 )
-from pipespec.head.proposer import MOST_READ, Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.refill import worthwhile_refill
 from pipespec.head.row_budget import target_batch
 from pipespec.head.row_plan import Fed, RowPlan, plan_rows
@@ -167,11 +167,9 @@ class Scheduler:
         )
         self._draft_reads_prompts = any(each is None for each in candidates)
         drafted = any(each is not None and len(each.parents) for each in candidates)
-        # A draft that reads much text says nothing of rounds, as after a prompt or plain decoding.
-        reads = max((part.sequence.add_round() for part in work.parts), default=0) > MOST_READ
         self.totals.rounds += 1
         nodes = sum(len(each.nodes) for each in work.requests)
-        self.stats.add_round(ms, nodes, measured=drafted and not reads)
+        self.stats.add_round(ms, nodes, measured=drafted)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:

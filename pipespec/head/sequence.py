@@ -52,7 +52,6 @@ class Sequence:
         prefilled: tokens that were fed before decoding, shared ones included.
         root_waits_since: the step since which there has been an unfed root.
         hits: decided tokens that had been fed as draft tokens.
-        drafted_len: tokens of the text in the last draft round.
         started_ns, admitted_ns: when it was added, and when it first entered the pipeline
             (`HeadLoop` sets it).
         token_ns: when each token of the answer was decided.
@@ -74,7 +73,6 @@ class Sequence:
     prefilled: int = 0
     root_waits_since: int = 0
     hits: int = 0
-    drafted_len: int = 0
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
     )
@@ -131,16 +129,11 @@ class Sequence:
             self.start, sequence=number, committed_len=len(tokens), parent=parent, shared_len=shared
         )
         self.start_sent = False
-        self.prefilled, self.drafted_len = shared, 0
+        self.prefilled = shared
         if self.cached is None:
             self.cached = min(shared, len(self.request.prompt))
         self.context, self.tree = _new_context_and_tree(number, tokens, self.request)
         self.context.parent, self.context.shared_len = parent, shared
-
-    def add_round(self) -> int:
-        """It had a draft round; returns how many tokens the text has more than in the last one."""
-        before, self.drafted_len = self.drafted_len, len(self.context.tokens)
-        return self.drafted_len - before
 
     def leave_pipeline(self) -> None:
         self.start = replace(self.start, sequence=NOT_IN_PIPELINE)

@@ -45,16 +45,13 @@ class ThreadChoice:
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
     # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S.
-    # At first that is no more than FIRST_S, as another rank may have read a prompt meanwhile; it
-    # may be so many times LONGER each time that the next step is crowded too.
-    PAUSE, SHORTEST_S, FIRST_S, LONGER = 10, 0.2, 0.5, 4
+    PAUSE, SHORTEST_S = 10, 0.2
 
     def __init__(self, threads: int, share: int = 1):
         self._share = min(share, threads)
         self._levels = sorted({threads, self._share, 1}, reverse=True)
         # Until when each number of threads is too many.
         self._crowded_until = dict.fromkeys(self._levels, 0.0)
-        self._most_s = dict.fromkeys(self._levels, self.FIRST_S)  # of the next pause
 
     def at(self, now: float, *, shares: bool = False) -> int:
         """How many threads compute now, a time in seconds."""
@@ -63,13 +60,9 @@ class ThreadChoice:
 
     def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
         """So many threads have computed for so long, and used so much time of processors."""
-        if threads == 1 or took_s <= self.LEAST_S:
+        if threads == 1 or took_s <= self.LEAST_S or cpu_s >= self.SHARE * threads * took_s:
             return
-        if cpu_s >= self.SHARE * threads * took_s:
-            self._most_s[threads] = self.FIRST_S
-            return
-        pause = min(max(self.PAUSE * took_s, self.SHORTEST_S), self._most_s[threads])
-        self._most_s[threads] *= self.LONGER
+        pause = max(self.PAUSE * took_s, self.SHORTEST_S)
         for each in self._levels:
             if each >= threads:
                 self._crowded_until[each] = max(self._crowded_until[each], now + pause)
@@ -86,7 +79,9 @@ class Computer:
     def __init__(self, library: Library, threads: int, share: int = 1):
         """`share` of the threads are this rank's while others compute."""
         self.library, self.sizes = library, (threads, share)
-        self._choice = ThreadChoice(threads, share)
+        # Of prompts, and of others: a draft reads a prompt while the target does, and answers would
+        # be computed by one thread for long behind it.
+        self._choices = {wide: ThreadChoice(threads, share) for wide in (True, False)}
         self._pool = library.pool(threads, POLL)
         self._backend = library.backend_cpu_init()
         library.backend_cpu_set_threadpool(self._backend, self._pool)
@@ -98,12 +93,13 @@ class Computer:
         sums them in another order. Raises MemoryError if ggml has none for it."""
         self.library.backend_cpu_set_use_ref(self._backend, not wide)
         began, cpu_began = time.perf_counter(), time.process_time()
-        threads = self._choice.at(began, shares=_shares)
+        choice = self._choices[wide]
+        threads = choice.at(began, shares=_shares)
         self.library.backend_cpu_set_n_threads(self._backend, threads)
         if self.library.backend_graph_compute(self._backend, graph):
             raise MemoryError("ggml found no memory for a batch")
         now = time.perf_counter()
-        self._choice.ran(threads, now - began, time.process_time() - cpu_began, now)
+        choice.ran(threads, now - began, time.process_time() - cpu_began, now)
 
 
 def _free(library: Library, backend: int, pool: int, context: int, process: int) -> None:

@@ -31,7 +31,7 @@ from pipespec.core import (
     Batch,
     Verdict,
 )
-from pipespec.head.proposer import MOST_READ, Context, Proposal, ProposalRequest
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelConfig, DraftModelProposer
 from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.token_map import ReadText
@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # the runner imports models, which reading settings does not 
 
     from pipespec.engine.slice.head_slice import HeadSlice
     from pipespec.engine.slice.runner import SliceRunner
+
+# Rows of decided text that a draft round reads at most, beside nodes.
+MOST_READ = 16
 
 
 @dataclass(frozen=True)
