@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,19 +30,21 @@ def test_calibration_outlives_a_start_and_a_file_that_cannot_be_read(
     prompt = tuple(range(300, 320))
 
     def decoded() -> tuple[list[int], np.ndarray]:
-        """A text, and how many draft tokens of each kind the file counts then."""
+        """A text, and how many draft tokens of each kind the file counts then. Steps are learnt
+        anew, so there are some, also where they do not pay."""
+        shutil.rmtree(tmp_path / "pipespec" / "step_times", ignore_errors=True)
         deployment = cluster.make_deployment(demo / "target", demo / "draft", *settings)
         ((tokens, _, _),) = cluster.decode(
-            deployment, redis, [{"prompt": prompt, "max_new_tokens": 80}]
+            deployment, redis, [{"prompt": prompt, "max_new_tokens": 150}]
         )
         (file,) = (tmp_path / "pipespec" / "calibrations").iterdir()
         (_, depths, _), *_ = json.loads(file.read_text())
         return tokens, np.array(depths)[0]
 
     text, first = decoded()
-    same, second = decoded()
-    assert same == text
-    assert second.sum() > 1.5 * first.sum(), "it goes on from what was counted"
+    assert decoded()[0] == text
+    _, second = decoded()
+    assert second.sum() > 1.2 * first.sum(), "it goes on from what was counted"
     assert not caplog.messages
     (file,) = (tmp_path / "pipespec" / "calibrations").iterdir()
     file.write_text("{")
