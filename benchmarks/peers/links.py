@@ -82,9 +82,10 @@ def race(
         if name in failed:
             continue
         with delayed_links(hosts, delay_ms, gbit) as bed:
-            began = time.monotonic()
+            asked, began = few if name in (PLAIN, VLLM, ROOT) else job, time.monotonic()
             try:
-                runs[name].append(found[name](bed, few if name in (PLAIN, VLLM, ROOT) else job))
+                runs[name].append(found[name](bed, asked))
+                assert len(runs[name][-1].answers) == len(asked.prompts)
             except PeerFailed as error:
                 failed[name] = str(error)
             spent[name] += time.monotonic() - began

@@ -283,16 +283,14 @@ class SliceGraph:
     def _graph(self, computer: Computer, rows: int, keys: int, wide: bool) -> _Planned:
         """The graph for so many rows and keys, from those that are kept or made now."""
         key = (rows, keys, wide, computer)
-        planned = self._planned.get(key)
-        if planned is None:
-            planned = self._planned[key] = self._make(rows, keys, wide)
-        self._planned.move_to_end(key)
-        while len(self._planned) > 1 and self._kept_bytes() > KEPT_BYTES:
-            self._planned.popitem(last=False)
+        if (planned := self._planned.get(key)) is not None:
+            self._planned.move_to_end(key)
+            return planned
+        planned = self._planned[key] = self._make(rows, keys, wide)
+        num_bytes = sum(each.num_bytes for each in self._planned.values())
+        while num_bytes > KEPT_BYTES and len(self._planned) > 1:
+            num_bytes -= self._planned.popitem(last=False)[1].num_bytes
         return planned
-
-    def _kept_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._planned.values())
 
     def _make(self, rows: int, keys: int, wide: bool) -> _Planned:
         lib = self._library

@@ -15,6 +15,9 @@ from pipespec.config.compose import compose_sections
 from pipespec.config.hosts import load_hosts
 from pipespec.console.arguments import AddParser, finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
+from pipespec.engine.checkpoint.model_path import known_model
+from pipespec.engine.inspection.draft_heads import inspect_head, require_head_fit
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError, print_error
 from pipespec.extras.device_check.machine_check import check_machine, table
@@ -114,10 +117,6 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
 
 def _require_head(model: ModelConfig) -> None:
     """Raise ModelError if a draft head cannot be used, as far as it and its target are here."""
-    from pipespec.engine.checkpoint.model_path import known_model
-    from pipespec.engine.inspection.draft_heads import inspect_head, require_head_fit
-    from pipespec.engine.inspection.inspection import inspect
-
     names = [name for name in (model.target, model.draft) if name is not None]
     target, *draft = (known_model(name) or home_expanded(name) for name in names)
     if all(path.exists() for path in (target, *draft)):
