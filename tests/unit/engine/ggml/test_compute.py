@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,8 +91,9 @@ def test_a_prompt_beside_others_does_not_slow_the_answer(monkeypatch):
 
     used: list[int] = []
     clock = iter(range(100))
-    monkeypatch.setattr(compute.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(compute.time, "process_time", lambda: 0)  # others had the cores
+    others_had_the_cores = SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: 0)
+    monkeypatch.setattr(compute, "time", others_had_the_cores)
+    monkeypatch.setattr(compute, "_shares", False)
     computer = Computer(Recorded(), 2)
     for wide in (True, True, False, False):
         computer.compute(0, wide=wide)
