@@ -224,7 +224,7 @@ class HeadLoop:
         for part in work.parts:
             part.sequence.counts["overruns"] += not paced
         took_ms = self._ms_since(start)
-        if nodes and all(proposal is not None for proposal in proposals):  # it read no prompt
+        if nodes and not work.may_read_much:
             self._rounds.add(nodes, took_ms)
         return proposals, took_ms
 

@@ -53,7 +53,6 @@ from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 if TYPE_CHECKING:
     from pipespec.head.proposers.cascade import CascadeProposer
 
-
 class Scheduler:
     """The decisions of the head for all requests, which `admission` holds."""
 
@@ -169,10 +168,11 @@ class Scheduler:
         drafted = any(each is not None and len(each.parents) for each in candidates)
         self.totals.rounds += 1
         nodes = sum(len(each.nodes) for each in work.requests)
-        self.stats.add_round(ms, nodes, measured=drafted)
+        self.stats.add_round(ms, nodes, measured=drafted and not work.may_read_much)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:
+                part.sequence.drafted_text = len(part.sequence.context.tokens)
                 self.stats.add_proposal(answer.logps)
                 request, tree = part.request, part.sequence.tree
                 if request.allowed is not None:

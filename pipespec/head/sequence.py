@@ -51,6 +51,7 @@ class Sequence:
         cached: tokens of the prompt that were in the KV cache when it first started.
         prefilled: tokens that were fed before decoding, shared ones included.
         root_waits_since: the step since which there has been an unfed root.
+        drafted_text: tokens of the text when the draft last proposed any below it.
         hits: decided tokens that had been fed as draft tokens.
         started_ns, admitted_ns: when it was added, and when it first entered the pipeline
             (`HeadLoop` sets it).
@@ -72,6 +73,7 @@ class Sequence:
     cached: int | None = None
     prefilled: int = 0
     root_waits_since: int = 0
+    drafted_text: int = 0
     hits: int = 0
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
@@ -130,6 +132,7 @@ class Sequence:
         )
         self.start_sent = False
         self.prefilled = shared
+        self.drafted_text = 0
         if self.cached is None:
             self.cached = min(shared, len(self.request.prompt))
         self.context, self.tree = _new_context_and_tree(number, tokens, self.request)
