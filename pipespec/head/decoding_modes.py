@@ -45,6 +45,9 @@ CLEARLY, SURELY = 1.4, 0.7
 # loses, which takes some 2 % of the time; after no fewer and no more than these; twice as many each
 # time that it loses again.
 PATIENCE, LEAST_WAIT, MOST_WAIT = 400, 16, 2048
+# A way that drafts is measured again once what the draft has to read of the text first takes no
+# more than this share of the time since it was measured last.
+READING_SHARE = 0.02
 # Pipeline lengths after which `SpeculationTrials` tries the other way.
 RETRIED_AFTER = 64
 
@@ -159,10 +162,12 @@ class Modes:
     _block_ms: float = 0.0  # of the steps since the last one was
     _block_tokens: float = 0.0
     _since: dict[str, int] = field(default_factory=dict)  # steps since a way was measured
+    _since_ms: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.add_ways(())
-        self.mode = min(self.ways, key=lambda way: self.costs[way].per_token)
+        known = (*self.ways, PLAIN) if self.costs[PLAIN].tokens else self.ways
+        self.mode = min(known, key=lambda way: self.costs[way].per_token)
         self._left = self._block(self.mode)
 
     def add_ways(self, ways: tuple[str, ...]) -> None:
@@ -171,6 +176,7 @@ class Modes:
         for way in (*self.ways, PLAIN):
             self.costs.setdefault(way, Cost())
             self._since.setdefault(way, 0)
+            self._since_ms.setdefault(way, 0.0)
 
     def drop_ways(self, ways: tuple[str, ...]) -> None:
         """Decode in none of these any longer."""
@@ -197,8 +203,11 @@ class Modes:
             self.costs[self.mode].add(ms, tokens, rows, keep)
         for way in self.costs:
             self._since[way] = 0 if way == self.mode else self._since[way] + 1
+            self._since_ms[way] = 0.0 if way == self.mode else self._since_ms[way] + ms
 
-    def next_mode(self, least_plain_ms: float | None) -> str:
+    def next_mode(self, least_plain_ms: float | None, read_ms: float = 0.0) -> str:
+        """How the next step decodes; `read_ms`: what the draft would have to read of the texts
+        takes."""
         if self._left > 0 and not self._loses(least_plain_ms):
             return self.mode
         cost = self.costs[self.mode]
@@ -206,7 +215,7 @@ class Modes:
         if not cost.tokens:  # sizes were tried in all of its steps
             cost.ms, cost.tokens = self._block_ms, self._block_tokens
         self._block_ms = self._block_tokens = 0.0
-        chosen = self._choose(least_plain_ms)
+        chosen = self._choose(least_plain_ms, read_ms)
         if chosen != self.mode:
             self._held = 0
             cost = self.costs[chosen]
@@ -226,21 +235,28 @@ class Modes:
             fastest = min(fastest, GUESSED * (least_plain_ms or math.inf))
         return self._block_ms > fastest * (self._block_tokens + MOST_LOST)
 
-    def _choose(self, least_plain_ms: float | None) -> str:
+    def _choose(self, least_plain_ms: float | None, read_ms: float) -> str:
         among = {way: self.costs[way].per_token for way in self.ways}
         plain = self.costs[PLAIN]
         if plain.blocks or not least_plain_ms or min(among.values()) > SURELY * least_plain_ms:
             among[PLAIN] = plain.per_token
         best = min(among, key=among.__getitem__)
+        again = {
+            way: cost
+            for way, cost in among.items()
+            if way == PLAIN
+            or not self.costs[way].blocks
+            or read_ms <= READING_SHARE * self._since_ms[way]
+        }
         new = [
             way
-            for way, cost in among.items()
+            for way, cost in again.items()
             if self.costs[way].blocks < (BLOCKS if cost <= CLEARLY * among[best] else 1)
         ]
-        if new:
-            return min(new, key=lambda way: self.costs[way].blocks)
+        if new:  # plain decoding first, as others end the sooner that lose against it
+            return min(new, key=lambda way: (self.costs[way].blocks, way != PLAIN))
         self.costs[best].losses = 0
-        for way, per_token in among.items():
+        for way, per_token in again.items():
             cost = self.costs[way]
             wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT)
             rows = sorted((cost.rows, self.costs[best].rows))
@@ -355,11 +371,11 @@ class LearntSteps:
         for way, times in self._times.items():
             times.set_stage_times(stages if way in (ONE_TREE, BETWEEN) else beside)
 
-    def next_mode(self, requests: int) -> str:
-        """How the next step decodes so many requests."""
+    def next_mode(self, requests: int, read_ms: float = 0.0) -> str:
+        """How the next step decodes so many requests (`Modes.next_mode`)."""
         self._requests = size_bucket(max(requests, 1))
         mode = self.modes.mode
-        chosen = self.modes.next_mode(self.least_plain_ms(requests))
+        chosen = self.modes.next_mode(self.least_plain_ms(requests), read_ms)
         if chosen != mode and PLAIN not in (mode, chosen):
             self._times[chosen].adopt(self._times[mode])
         return chosen

@@ -26,6 +26,7 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence, StopCheck
 from pipespec.head.step import run_step
+from pipespec.head.step_stats import MOST_UNREAD
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT
 from pipespec.head.tree_telemetry import TreeTelemetry
@@ -53,6 +54,7 @@ class HeadSettings:
         num_stages: those of the pipeline.
         stop_check: makes the check of a request's text for its stop strings.
         delay_ms: milliseconds that a verdict takes to the head at least.
+        long_links: whether links may hold batches, as ranks are on several hosts.
         clock: the least time of a draft round.
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
         masks: follows the texts in their grammars.
@@ -69,6 +71,7 @@ class HeadSettings:
     masks: FairThread = field(default_factory=FairThread)
     keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
     receive_features: Callable[[], bool] | None = None
+    long_links: bool = True
 
 
 class HeadLoop:
@@ -92,7 +95,9 @@ class HeadLoop:
         self.settings = settings
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
-        most = 1 if scheduler.config.one_batch else None
+        most = None if settings.long_links else settings.num_stages
+        if scheduler.config.one_batch:
+            most = 1
         self.in_flight = InFlight(settings.num_stages, most)
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
@@ -224,7 +229,7 @@ class HeadLoop:
         for part in work.parts:
             part.sequence.counts["overruns"] += not paced
         took_ms = self._ms_since(start)
-        if nodes and not work.may_read_much:
+        if nodes and work.unread <= MOST_UNREAD:
             self._rounds.add(nodes, took_ms)
         return proposals, took_ms
 

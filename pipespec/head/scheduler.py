@@ -53,6 +53,7 @@ from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 if TYPE_CHECKING:
     from pipespec.head.proposers.cascade import CascadeProposer
 
+
 class Scheduler:
     """The decisions of the head for all requests, which `admission` holds."""
 
@@ -125,7 +126,7 @@ class Scheduler:
         self._drafts_in_flight = any(each.tree.fed[1:].any() for each in decoding)
         self.stats.begin_step()
         if self._policy.refills and decoding:
-            self.stats.choose_mode(len(decoding))
+            self.stats.choose_mode(len(decoding), sum(each.unread for each in decoding))
         # Here and not when the batch is due: the stages compute meanwhile.
         self._target = None
         if self._policy.row_cost is None:
@@ -168,7 +169,7 @@ class Scheduler:
         drafted = any(each is not None and len(each.parents) for each in candidates)
         self.totals.rounds += 1
         nodes = sum(len(each.nodes) for each in work.requests)
-        self.stats.add_round(ms, nodes, measured=drafted and not work.may_read_much)
+        self.stats.add_round(ms, nodes, work.unread, measured=drafted)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:

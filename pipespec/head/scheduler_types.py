@@ -16,10 +16,6 @@ from pipespec.head.sequence import Sequence
 from pipespec.head.structured_output import LookAhead
 
 
-# A draft round for which more tokens than these were decided says little about others.
-MOST_UNREAD = 16
-
-
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Settings of a scheduler.
@@ -110,11 +106,9 @@ class ProposalBatch:
         return [part.request for part in self.parts]
 
     @property
-    def may_read_much(self) -> bool:
-        """Whether so much text was decided since the last rounds that this one may take longer than
-        others, as the draft reads it too."""
-        unread = (len(x.sequence.context.tokens) - x.sequence.drafted_text for x in self.parts)
-        return sum(unread) > MOST_UNREAD
+    def unread(self) -> int:
+        """Tokens of text that the draft may have to read before."""
+        return sum(part.sequence.unread for part in self.parts)
 
 
 # Draft tokens are counted by depth; deeper ones count as of this depth.

@@ -162,6 +162,11 @@ class Sequence:
         return self.start.committed_len - self.prefilled
 
     @property
+    def unread(self) -> int:
+        """Tokens of the text that the draft may not have read, beside those that it proposed."""
+        return len(self.context.tokens) - self.drafted_text
+
+    @property
     def decoding(self) -> bool:
         """Whether a token was decided since it entered the pipeline."""
         return len(self.context.tokens) > self.committed_len

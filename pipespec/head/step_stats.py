@@ -40,6 +40,8 @@ from pipespec.timing.batch_times import (
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
+# A draft round that may read more tokens of decided text says little about others.
+MOST_UNREAD = 16
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.
 SLACK = 0.2
 
@@ -52,6 +54,7 @@ class _ThisStep:
     computed: list[tuple[int, int]] = field(default_factory=list)
     rounds: int = 0
     rounds_beside: int = 0  # before the verdict
+    usual: bool = True  # whether none of them read much text
     last_round_ms: float = 0.0
     beside_ms: float = 0.0  # of rounds before the verdict
     drafted_ms: float = 0.0  # of the rounds that every step has
@@ -99,6 +102,8 @@ class StepStats:
         self.without_prompts = Ema()  # ms per step without rows of prompts
         self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
+        self._reading = Ema()  # ms for a token of text that the draft reads
+        self._reads_ms = 0.0  # of rounds that have read a part of a prompt
         # By the batches in flight: ms until a verdict, and what of it is beyond the stages' own
         # time, while no draft round delays them.
         self._verdict, self._beside_stages = defaultdict[int, Ema](Ema), defaultdict[int, Ema](Ema)
@@ -142,10 +147,12 @@ class StepStats:
         """Whether they are made beside the stages in this step."""
         return self.mode != BETWEEN
 
-    def choose_mode(self, requests: int) -> None:
-        """Choose how this step decodes so many requests, by what was learnt of steps."""
+    def choose_mode(self, requests: int, unread: int = 0) -> None:
+        """Choose how this step decodes so many requests, by what was learnt of steps; the draft has
+        not read so many tokens of their texts."""
         if self._learnt is not None:
-            self.mode = self._learnt.next_mode(requests)
+            read_ms = (self._reading.value or 0.0) * unread
+            self.mode = self._learnt.next_mode(requests, read_ms)
             self._speculates = self.mode != PLAIN
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
@@ -160,15 +167,25 @@ class StepStats:
                 return replace(target, rows=self._trial_rows)
         return target
 
-    def add_round(self, ms: float, nodes: int = 1, *, measured: bool = True) -> None:
-        """A draft round expanded so many nodes, or (not measured) read a prompt."""
+    def add_round(
+        self, ms: float, nodes: int = 1, unread: int = 0, *, measured: bool = True
+    ) -> None:
+        """A draft round expanded so many nodes, or (not measured) read a part of a prompt; it may
+        have read so many tokens of text first."""
         now = self._now
         now.rounds += 1
         now.last_round_ms = ms
+        usual = measured and unread <= MOST_UNREAD
+        now.usual &= usual
         if now.rounds <= self._rounds:
             now.drafted_ms += ms
-        if measured:
+        if usual:
             self._draft.add(nodes, ms)
+        else:
+            self._reads_ms += ms
+            if measured:
+                self._reading.add(self._reads_ms / unread)
+                self._reads_ms = 0.0
         if now.verdict_received:  # the stages wait for it
             self._undelayed_steps = 0
             now.delaying_ms += ms
@@ -249,7 +266,8 @@ class StepStats:
         self._fed.add(sum(map(len, selection.nodes)))
         # A new array: states hold the old one.
         self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
-        self._drafting.add(self._now.drafted_ms)
+        if self._now.usual:
+            self._drafting.add(self._now.drafted_ms)
 
     @property
     def rows_per_answer(self) -> float:

@@ -113,9 +113,10 @@ class SizeTimes:
         """
         means = sorted(self._means.values())
         known = self._known
-        if known and means:
-            before = np.interp([rows for rows, _ in means], *np.array(known).T)
-            took = np.array([ms for _, ms in means])
+        again = [mean for mean in means if known and _size(mean[0]) <= _size(known[-1][0])]
+        if again:  # larger ones say nothing about those that are known
+            before = np.interp([rows for rows, _ in again], *np.array(known).T)
+            took = np.array([ms for _, ms in again])
             ratio = float(np.median(took / np.maximum(before, 1e-6)))
             more = float(np.median(took - before))
             if self._adopted:  # the rows cost what they did there
@@ -137,7 +138,8 @@ class SizeTimes:
                 if not at:
                     base[rows] = ms
                 elif _size(rows) not in sizes:
-                    base[rows] = float(ms * np.interp(rows, at, faster) + np.interp(rows, at, more))
+                    added = np.interp(rows, at, more) * min(ms / max(guess[0], 1e-6), 1)
+                    base[rows] = float(ms * np.interp(rows, at, faster) + added)
         points = []
         for size, (rows, ms) in self._means.items():
             samples = len(self._sizes[size])

@@ -197,6 +197,7 @@ def _run_head(
         grammars.masks,
         keep_learnt=keep_learnt,
         receive_features=receive_features,
+        long_links=delay_ms > 0 or len(deployment.hosts) > 1,
     )
     if rank_components.measures_steps(config):
         of = scheduling.num_stages, scheduling.overlap, scheduling.rounds

@@ -141,7 +141,7 @@ def test_head_decides_how_many_batches_are_in_flight(
     loop, link, controller = head(policy, [request], {0: TEXT}, most=400)
     if policy.refills:
 
-        def choose(modes: Modes, _: float | None) -> str:
+        def choose(modes: Modes, *_: float | None) -> str:
             modes.mode = fastest
             return fastest
 

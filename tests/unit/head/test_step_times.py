@@ -16,9 +16,11 @@ from pipespec.extras.plan.simulation import SimulatedPipeline
 from pipespec.head.decoding_modes import (
     BESIDE,
     BETWEEN,
+    BLOCKS,
     ONE_BESIDE,
     ONE_TREE,
     PLAIN,
+    Cost,
     LearntSteps,
     Modes,
     deep,
@@ -54,6 +56,15 @@ def test_stage_times_are_the_first_guess_and_fade_as_steps_come_in():
     often = times(*[(1, 13.0), (64, 50.0)] * 32, stages=FLAT)
     assert often.at(1) == pytest.approx(13, rel=0.1)
     assert often.at(64) == pytest.approx(50, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("known", "stages", "least"), [(((1.0, 92.0),), (), 92), ((), ((1, 38.0), (16, 400.0)), 67)]
+)
+def test_a_large_batch_says_little_about_small_ones(known: Points, stages: Points, least: float):
+    """Rows of a batch beside a draft cost more: so does the first one, but no more than others."""
+    found = times(*[(10, 450.0)] * 8, known=known, stages=stages)
+    assert found.at(1) == pytest.approx(least, rel=0.02)
 
 
 def test_steps_that_lasted_long_by_chance_do_not_count():
@@ -105,9 +116,9 @@ def test_what_was_learnt_survives_as_json():
         learnt.next_mode(requests=1)
         learnt.add([rows], ms, rounds=0)
         learnt.modes.add(ms, tokens=2)
-    again = LearntSteps(1, stored=json.loads(json.dumps(learnt.stored())))
-    assert again.times.times.at(8) == pytest.approx(learnt.times.times.at(8))
-    assert again.stored()["costs"] == learnt.stored()["costs"]
+    kept = json.loads(json.dumps(learnt.stored()))
+    assert [rows for rows, _ in kept[BETWEEN]["largest"]] == [rows for rows, _ in DEAR]
+    assert json.loads(json.dumps(LearntSteps(1, stored=kept).stored())) == kept
 
 
 # --- sizes that are tried -------------------------------------------------------------------------
@@ -137,11 +148,19 @@ def test_trials_of_a_size_that_no_batch_can_have_end():
 # --- ways of decoding -----------------------------------------------------------------------------
 
 
-def decode(modes: Modes, costs: dict[str, float], steps: int, least: float | None = 0) -> list[str]:
-    """The modes of so many steps, each of which decides a token in what its mode costs."""
-    used = []
+def decode(
+    modes: Modes,
+    costs: dict[str, float],
+    steps: int,
+    least: float | None = 0,
+    read_ms: float = 0.0,
+) -> list[str]:
+    """The modes of so many steps, each of which decides a token in what its mode costs; where that
+    is plain, the draft later takes `read_ms` more to read it."""
+    used, unread_ms = [], 0.0
     for _ in range(steps):
-        used.append(modes.next_mode(least))
+        used.append(modes.next_mode(least, unread_ms))
+        unread_ms = unread_ms + read_ms if used[-1] == PLAIN else 0.0
         modes.add(costs[used[-1]], 1.0)
     return used
 
@@ -156,6 +175,20 @@ def test_the_fastest_way_is_found_and_others_are_hardly_tried_again(best: str, l
     assert sum(later) / len(later) < 1.03
     changed = decode(modes, {way: 2.0 if way == best else 1.0 for way in costs}, 4000)
     assert best not in changed[-100:], "the machine has changed"
+
+
+@pytest.mark.parametrize("best", [BESIDE, PLAIN])
+def test_what_was_the_fastest_is_how_the_next_run_begins(best: str):
+    costs = {way: Cost(10.0 if way == best else 20.0, 10.0, BLOCKS) for way in (BESIDE, PLAIN)}
+    assert decode(Modes(1, (BESIDE,), costs), {BESIDE: 1.0, PLAIN: 1.0}, 1) == [best]
+
+
+@pytest.mark.parametrize(("read_ms", "again"), [(0.0, True), (0.01, True), (0.13, False)])
+def test_a_draft_that_has_to_read_much_is_not_tried_again(read_ms: float, again: bool):
+    modes, costs = Modes(1, (BESIDE,)), {BESIDE: 1.3, PLAIN: 1.0}
+    used = decode(modes, costs, 4000, read_ms=read_ms)
+    assert BESIDE in used[:100]
+    assert (BESIDE in used[100:]) == again
 
 
 def test_plain_decoding_is_not_tried_while_speculation_takes_less_than_the_stages_alone():
