@@ -25,7 +25,6 @@ from pipespec.config.schema import Config
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.placement.costs import Problem
 from pipespec.system.network_interfaces import LOOPBACK, source_address
-from pipespec.transport.transport_settings import NCCL
 
 # The way to them leads through the interface of the default route (RFC 5737, 3849); nothing is
 # sent.
@@ -216,12 +215,8 @@ def hosts_of(config: Config) -> HostsFile:
     return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
 
 
-def address_for_others(config: Config, hosts: Sequence[Host], options: JoinOptions) -> str:
+def address_for_others(hosts: Sequence[Host], options: JoinOptions) -> str:
     """Where other hosts can reach this one to join. Raises ConfigError."""
-    if config.transport.backend == NCCL:
-        raise ConfigError(
-            "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
-        )
     address = options.address or own_address(hosts)
     for anywhere in ANYWHERE if address is None else ():
         with suppress(OSError):

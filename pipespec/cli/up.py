@@ -249,7 +249,7 @@ def planned(
         yield decide(config, placement), None
         return
     hosts_file = host_admission.hosts_of(config)
-    address = host_admission.address_for_others(config, hosts_file.hosts, join_options)
+    address = host_admission.address_for_others(hosts_file.hosts, join_options)
     alone = host_admission.open_to_hosts(decide(config), address)  # errors before measuring
     problem = measured_problem(config, hosts_file)
     if join_options.hosts == 1:  # before others are there, the layers may not fit

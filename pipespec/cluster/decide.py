@@ -13,7 +13,6 @@ from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import (
     check_groups,
     require_attention,
-    require_backend,
     require_fit,
     require_quantizers,
 )
@@ -144,7 +143,6 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
             "cluster with `pipespec up`, and send requests to it with --on."
         )
     require_quantizers(deployment)
-    require_backend(deployment)
     memory.require_files(deployment)
     for _, info in deployment.models:
         if info.head is None:

@@ -10,14 +10,11 @@ while a small one is a small message. Each link is a gloo group of two ranks, wi
 the loopback interface.
 
 The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
-has a GPU. With the backend `nccl`, for the GPUs of one host, NCCL sends them after the message. By
-default NCCL ends the process on an error, and the weights would be lost with it; that is turned
-off, and `abort` releases a rank that waits in an NCCL kernel. A rank that spins while it waits
-polls the memory that the message is written to, as gloo has no non-blocking test."""
+has a GPU. A rank that spins while it waits polls the memory that the message is written to, as gloo
+has no non-blocking test."""
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import threading
@@ -81,7 +78,6 @@ class DistributedTransport:
         epoch: int,
         secret: str,
         links: Sequence[LinkKind] | None = None,
-        nccl: bool = False,
         spinner: Spinner | None = None,
         window: int = 1,
         names: Sequence[int] | None = None,
@@ -90,13 +86,12 @@ class DistributedTransport:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
-        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spinner`: how it waits for
-        batches, None: asleep. `window`: batches that a link may hold, as far as WINDOW_BYTES have
-        room for their largest. `names`: of the ranks in messages. `limits`: of a batch, and its
-        type, as of `Wire`. Raises RankFailed if a neighbour did not connect in time."""
+        encrypted. `spinner`: how it waits for batches, None: asleep. `window`: batches that a link
+        may hold, as far as WINDOW_BYTES have room for their largest. `names`: of the ranks in
+        messages. `limits`: of a batch, and its type, as of `Wire`. Raises RankFailed if a neighbour
+        did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
-        assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
         self.rank = rank
         self.returns: DistributedTransport | None = None
         self._names = names or range(len(devices))
@@ -127,11 +122,7 @@ class DistributedTransport:
         self._pinned = self._device.type == "cuda"
         if self._pinned:
             torch.cuda.set_device(self._device)
-        self._nccl: Any = None
-        if nccl and rank:  # the head's batches have no hidden states, and its host may have no GPU
-            with raises_rank_failed(f"Rank {rank} cannot use NCCL"):
-                self._nccl = nccl_group(store, rank, len(devices))
-        self._wire = Wire(epoch, inline=not nccl, token=token(secret, epoch), **limits)
+        self._wire = Wire(epoch, token=token(secret, epoch), **limits)
         self._window = max(min(window, WINDOW_BYTES // self._wire.capacity), 1)
         if self._previous is not None:
             for _ in range(self._window):
@@ -145,10 +136,7 @@ class DistributedTransport:
             message = link.seal.seal(message)
         with raises_rank_failed(self._lost(self.rank + 1)):
             self._flush(self._window)
-            self._start(link.group.send([message], link.peer, _TAG), message)
-            if self._nccl is not None and batch.hidden is not None and len(batch):
-                hidden = batch.hidden.contiguous()
-                self._start(self._nccl.send([hidden], self.rank + 1, _TAG), hidden)
+            self._outbox.append((link.group.send([message], link.peer, _TAG), message))
             if batch.stop:
                 self._flush()
                 with GlooWait():
@@ -174,14 +162,8 @@ class DistributedTransport:
                 link.group.send([torch.empty(1)], link.peer, _STOPPED_TAG).wait(FOREVER)
         else:
             self._post()
-        if self._wire.inline and batch.hidden is not None:
+        if batch.hidden is not None:
             batch.hidden = batch.hidden.to(self._device, non_blocking=True)
-        elif self._nccl is not None and (columns := self._wire.columns_of(message)):
-            shape = (len(batch), columns)
-            batch.hidden = torch.empty(shape, dtype=self._wire.dtype, device=self._device)
-            if len(batch):
-                with raises_rank_failed(self._lost(self.rank - 1)):
-                    self._nccl.recv([batch.hidden], self.rank - 1, _TAG).wait()
         return batch
 
     def abort(self) -> None:
@@ -189,8 +171,6 @@ class DistributedTransport:
         RankFailed, unless a part of its message is on its way (`GlooWait`).
         gloo has no call for this, but it closes a link on which a receive has timed out."""
         self._close_links()
-        if self._nccl is not None:
-            self._nccl.abort()
         if self.returns is not None:
             self.returns.abort()
 
@@ -201,7 +181,7 @@ class DistributedTransport:
         self._close_links()
         self._outbox.clear()
         self._inbox.clear()
-        self._previous = self._following = self._nccl = None
+        self._previous = self._following = None
 
     def _close_links(self) -> None:
         for link in (self._previous, self._following):
@@ -223,9 +203,6 @@ class DistributedTransport:
             self._wire.expect(message)
         with raises_rank_failed(self._lost(self.rank - 1)):
             self._inbox.append((link.group.recv([message], link.peer, _TAG), message))
-
-    def _start(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._outbox.append((work, tensor))
 
     def _flush(self, window: int = 1) -> None:
         while len(self._outbox) >= window:
@@ -263,14 +240,6 @@ def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:
     options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     options._devices = [kind.create_device(hostname=LOOPBACK)]
     return kind(store, rank, size, options)
-
-
-def nccl_group(store: Store, rank: int, size: int) -> Any:
-    """An NCCL group without NCCL's own check, which ends the process, and which no CUDA graph can
-    contain: the launcher detects a group that hangs."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    kind: Any = dist.ProcessGroupNCCL
-    return kind(PrefixStore("nccl", store), rank, size, kind.Options())
 
 
 def close_link(group: Any, peer: int) -> None:

@@ -4,6 +4,7 @@ over NCCL if each member has a CUDA device of its own, else over gloo."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from pipespec.transport.distributed import (
     FOREVER,
     GlooWait,
     close_link,
     gloo_group,
-    nccl_group,
     raises_rank_failed,
 )
 
@@ -48,7 +48,10 @@ class TPProcessGroup:
             self._backend = gloo_group(store, rank, size, local=True)
         if device is not None:
             torch.cuda.set_device(device)
-            self._nccl = nccl_group(store, rank, size)
+            # NCCL's own check would end the process; the launcher detects a group that hangs.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            kind: Any = dist.ProcessGroupNCCL
+            self._nccl = kind(PrefixStore("nccl", store), rank, size, kind.Options())
 
     @property
     def supports_graphs(self) -> bool:

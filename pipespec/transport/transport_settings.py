@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipespec.errors import ConfigError
 from pipespec.settings import check_settings, setting
 from pipespec.system.cores import WAITS
 
-AUTO, GLOO, NCCL = "auto", "gloo", "nccl"
-BACKENDS = (AUTO, GLOO, NCCL)
+AUTO, GLOO = "auto", "gloo"
+BACKENDS = (AUTO, GLOO)
 YES, NO = "yes", "no"
 SEALS = (AUTO, YES, NO)
 
@@ -21,7 +20,7 @@ class TransportConfig:
     backend: str = setting(
         "auto",
         "auto is gloo between ranks, by way of CPU memory, and NCCL among the GPUs of one stage; "
-        "gloo is gloo for both; nccl is NCCL between all ranks, which must share one host.",
+        "gloo is gloo for both.",
         choices=BACKENDS,
     )
     seal: str = setting(
@@ -39,8 +38,3 @@ class TransportConfig:
 
     def __post_init__(self) -> None:
         check_settings("transport", self)
-        if self.seal == YES and self.backend == NCCL:
-            raise ConfigError(
-                "transport.seal is yes, but transport.backend is nccl, which carries hidden states "
-                "unsealed; use backend auto or gloo, or seal=auto, which seals between hosts."
-            )

@@ -52,17 +52,15 @@ def token(secret: str, epoch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The parameters of the wire format, the same for every link of a cluster. `inline`: hidden
-    states are part of the message; else they are sent separately. A batch has at most `max_rows`
-    rows, `max_columns` columns of hidden states with all that is behind them, `max_finished`
-    sequences that leave, finished or preempted, as many that fail, and changes of `max_retained`
-    retained prefixes and `max_kept` running states."""
+    """The parameters of the wire format, the same for every link of a cluster. A batch has at
+    most `max_rows` rows, `max_columns` columns of hidden states with all that is behind them,
+    `max_finished` sequences that leave, finished or preempted, as many that fail, and changes of
+    `max_retained` retained prefixes and `max_kept` running states."""
 
     epoch: int
     max_rows: int
     max_columns: int
     dtype: torch.dtype
-    inline: bool = True
     token: tuple[int, int] = (0, 0)
     max_finished: int = 1
     max_retained: int = 0
@@ -115,14 +113,13 @@ class Wire:
         ints[_HEADER:end] = batch.rows.reshape(-1)
         ints[end : end + len(sequence_ints)] = sequence_ints
         ints[end + len(sequence_ints) : end + tail] = np.frombuffer(started, np.int64)
-        if hidden is not None and carried:
+        if hidden is not None:
             self._hidden_of(message, start, rows, columns).copy_(hidden)
         return message
 
     def unpack(self, message: torch.Tensor) -> Batch:
         """The batch in a message; bytes beyond its end are ignored. The hidden states are a view of
-        the message; if they are sent separately, the batch has none, and `columns_of` says which
-        follow. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
+        the message. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
         does not hold the cluster's secret."""
         ints = self._header(message)
         if ints[_EPOCH] != self.epoch:
@@ -144,7 +141,7 @@ class Wire:
         states_at = leaving + 2 * retained
         sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
-        start, columns = self._hidden_start(rows, tail), self.columns_of(message)
+        start, columns = self._hidden_start(rows, tail), int(ints[_COLUMNS])
         size = start + self._hidden_bytes(rows, columns) + _INT
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert 0 <= columns <= self.max_columns, f"{columns} columns of {self.max_columns} at most"
@@ -153,9 +150,7 @@ class Wire:
         leaving_numbers = table[end : end + leaving].tolist()
         prefixes = table[end + leaving : end + states_at].reshape(retained, 2).tolist()
         states = table[end + states_at : end + sequence_ints].reshape(kept, 3).tolist()
-        hidden = None
-        if self.inline and columns:
-            hidden = self._hidden_of(message, start, rows, columns)
+        hidden = self._hidden_of(message, start, rows, columns) if columns else None
         return Batch(
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
@@ -184,10 +179,6 @@ class Wire:
         end = message.numpy()[size - _INT : size].view(np.int64)
         return int(end[0]) == self.token[0] ^ step
 
-    def columns_of(self, message: torch.Tensor) -> int:
-        """The columns of the hidden states that the batch in the message had; 0: it had none."""
-        return int(self._header(message)[_COLUMNS])
-
     def _header(self, message: torch.Tensor) -> np.ndarray:
         return message.numpy()[: _HEADER * _INT].view(np.int64)
 
@@ -199,14 +190,13 @@ class Wire:
     def _hidden_of(
         self, message: torch.Tensor, start: int, rows: int, columns: int
     ) -> torch.Tensor:
-        """The hidden states in a message that carries them, `[rows, columns]`."""
+        """The hidden states in a message, `[rows, columns]`."""
         size = rows * columns * self.dtype.itemsize
         return message[start : start + size].view(self.dtype).view(rows, columns)
 
     def _hidden_bytes(self, rows: int, columns: int) -> int:
         """Their size in a message, rounded up to a multiple of 8 bytes."""
-        size = rows * columns * self.dtype.itemsize if self.inline else 0
-        return -(-size // _INT) * _INT
+        return -(-rows * columns * self.dtype.itemsize // _INT) * _INT
 
 
 def _pack_start(start: SequenceStart) -> bytes:

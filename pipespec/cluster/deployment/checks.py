@@ -15,7 +15,6 @@ from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.model_settings import model_name
 from pipespec.errors import ConfigError
 from pipespec.system.sizes import size_text
-from pipespec.transport.transport_settings import NCCL
 
 
 def require_attention(deployment: Deployment) -> None:
@@ -74,24 +73,6 @@ def require_quantizers(deployment: Deployment) -> None:
         holders = local.intersection(stages if info is deployment.target else (head,))
         if holders:
             info.require_quantizer(f"model.{name}", getattr(model, name))
-
-
-def require_backend(deployment: Deployment) -> None:
-    """Raise ConfigError if NCCL is asked for and the stages are not on GPUs of one host."""
-    if deployment.config.transport.backend != NCCL:
-        return
-    stages = _places_of_stages(deployment)
-    devices = [device for _, device in stages]
-    if "cpu" in devices or len(set(stages)) < len(stages):
-        raise ConfigError(
-            "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
-            f"and the stages are on {', '.join(devices)}; use auto or gloo."
-        )
-    if len(names := sorted({host for host, _ in stages})) > 1:
-        raise ConfigError(
-            "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
-            f"are on {', '.join(names)}; use auto or gloo."
-        )
 
 
 def shared_gpu(deployment: Deployment) -> str | None:

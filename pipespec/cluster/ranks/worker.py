@@ -34,7 +34,6 @@ from pipespec.system.cores import make_spinner
 from pipespec.system.device_copy import make_current
 from pipespec.system.liveness import LOADING_S, MEETING_S, Waiting, progress
 from pipespec.transport.tp_group import TPProcessGroup
-from pipespec.transport.transport_settings import NCCL
 
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
@@ -168,7 +167,6 @@ def join_and_run(
     links = held.assignment.links(deployment.config.transport.seal)
     hosts = [worker.rpartition("/")[0] for worker in held.assignment.everyone]
     spinner = make_spinner(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
-    wanted = deployment.config.transport.backend
     with (
         meeting_store(held) as store,
         join_rank(
@@ -193,8 +191,6 @@ def join_and_run(
             held.rank,
             store,
             links=links,
-            # NCCL is for one host, and workers of others may have joined since the cluster started.
-            nccl=wanted == NCCL and all(link.local for link in links[1:]),
             spinner=spinner,
             returned=held.assignment.return_link(deployment.config.transport.seal),
         )

@@ -255,10 +255,7 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
             ["controller=url"],
         ),
         ("transport.seal=always", ["transport.seal is 'always'", "auto, yes, no"]),
-        (
-            ["transport=nccl", "transport.seal=yes"],
-            ["transport.seal is yes", "transport.backend is nccl", "seal=auto"],
-        ),
+        ("transport=nccl", ["transport=nccl is not known", "auto, gloo"]),
         ("trace=${decode.max_new_tokens}", ["trace is 128, but must be a text or null."]),
         ("decode.stop=${model.graph_rows}", ["decode.stop is [64], but must be a list of texts"]),
         ("proposer.rounds=${model.target}", ["proposer.rounds is"]),

@@ -137,18 +137,6 @@ def test_hidden_states_that_are_not_contiguous_are_packed_by_value():
     assert_same(link.unpack(link.pack(sent)), sent)
 
 
-def test_separate_hidden_states_leave_only_a_flag_in_the_message():
-    link = wire(inline=False)
-    for rows, dtype in [(3, torch.float32), (0, torch.float32), (3, None)]:
-        sent = batch_of(rows, dtype)
-        message = link.pack(sent)
-        assert link.columns_of(message) == (0 if dtype is None else HIDDEN)
-        got = link.unpack(message)
-        assert got.hidden is None
-        assert np.array_equal(got.rows, sent.rows)
-    assert link.capacity < wire().capacity
-
-
 def test_another_epoch_is_refused_by_name():
     with pytest.raises(StaleEpoch, match="epoch 4 reached a rank of epoch 5"):
         wire(epoch=5).unpack(wire(epoch=4).pack(batch_of(1)))
@@ -194,11 +182,10 @@ def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
         wire().pack(batch)
 
 
-@pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 8])
-def test_a_message_seems_to_have_come_when_its_end_begins_to(inline: bool, rows: int) -> None:
+def test_a_message_seems_to_have_come_when_its_end_begins_to(rows: int) -> None:
     """It is written byte after byte to where an earlier one of as many rows lies, or of fewer."""
-    ours = wire(inline=inline, token=token("secret", 1))
+    ours = wire(token=token("secret", 1))
     there = torch.empty(ours.capacity, dtype=torch.uint8)
     for earlier in (rows, 3):
         there[:] = 0

@@ -12,7 +12,6 @@ from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.checks import (
     chosen,
-    require_backend,
     scaled,
     shared_gpu,
     without_ggml,
@@ -32,38 +31,6 @@ HERE = own_name()
 
 def planned(*settings: str) -> Deployment:
     return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
-
-
-# --- NCCL -------------------------------------------------------------------------------------
-
-
-def on(*devices: str, backend: str = "nccl") -> Deployment:
-    return replace(planned(f"transport.backend={backend}"), devices=devices)
-
-
-@pytest.mark.parametrize("stages", [("cpu", "cpu"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")])
-def test_nccl_without_a_device_for_every_stage_is_refused(stages: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"are on {', '.join(stages)}; use auto or gloo"):
-        require_backend(on("cpu", *stages))
-    require_backend(on("cpu", *stages, backend="gloo"))
-    require_backend(on("cpu", *stages, backend="auto"))
-
-
-def test_nccl_with_a_device_for_every_stage_is_accepted() -> None:
-    for head in ("cpu", "cuda:0"):
-        deployment = on(head, "cuda:0", "cuda:1")
-        require_backend(deployment)  # raises nothing
-        assert deployment.devices == (head, "cuda:0", "cuda:1")
-
-
-def test_nccl_between_hosts_is_refused() -> None:
-    deployment = on("cpu", "cuda", "cuda")
-    workers = ("a/0", "a/1", "b/0")
-    apart = replace(deployment, placement=replace(deployment.placement, workers_by_rank=workers))
-    with pytest.raises(ConfigError, match="the stages are on a, b; use auto or gloo"):
-        require_backend(apart)
-    with pytest.raises(ConfigError, match="of its own for every stage"):
-        require_backend(deployment)
 
 
 @pytest.mark.parametrize(
