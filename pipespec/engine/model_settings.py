@@ -67,13 +67,7 @@ class ModelConfig:
     )
     draft_quantization: str | None = setting(
         None,
-        "The same as model.quantization, for the draft model.",
-        choices=QUANTIZATIONS,
-        experimental=True,
-    )
-    mid_quantization: str | None = setting(
-        None,
-        "The same as model.quantization, for the mid-size model.",
+        "The same as model.quantization, for the draft model, and the mid-size one of a cascade.",
         choices=QUANTIZATIONS,
         experimental=True,
     )

@@ -47,7 +47,7 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
     others = []
     if config.proposer.needs_mid:
         assert config.model.mid is not None  # as Config checks
-        others.append((inspect(config.model.mid), config.model.mid_quantization))
+        others.append((inspect(config.model.mid), config.model.draft_quantization))
     return _Measured(hosts_file, figures, config, others).problem()
 
 
@@ -85,8 +85,7 @@ def unmeasured(
         members={worker: device for host in hosts_file.hosts for worker in host.workers},
         links=(),
     )
-    asked = ((draft, model.draft_quantization), (mid, model.mid_quantization))
-    others = [(info, how) for info, how in asked if info is not None]
+    others = [(info, model.draft_quantization) for info in (draft, mid) if info is not None]
     found = _Measured(hosts_file, figures, config, others).problem()
     equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
     return replace(found, workers=equal)

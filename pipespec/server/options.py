@@ -110,7 +110,7 @@ class ServerOptions:
                     "such as http://localhost:3000, or * for every page."
                 )
         for host in self.allowed_hosts:
-            if not is_host_pattern(host):
+            if host != ANY and not _HOST_PATTERN.fullmatch(host):
                 raise ConfigError(
                     f"--allowed-hosts is {host!r}, but must be a name without a port, such as "
                     "lab.example, *.example for all names below one, or * for any."
@@ -146,11 +146,6 @@ def normal_origin(text: str) -> str | None:
     if not 0 < number <= LARGEST_PORT:
         return None
     return f"{scheme}://{host}{'' if _DEFAULT_PORTS.get(scheme) == number else f':{number}'}"
-
-
-def is_host_pattern(text: str) -> bool:
-    """Whether `--allowed-hosts` can have this value: a name without a port, "*.NAME" or "*"."""
-    return text == ANY or _HOST_PATTERN.fullmatch(text) is not None
 
 
 def host_name(header: str) -> str | None:

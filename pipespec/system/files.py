@@ -37,11 +37,10 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
         raise
 
 
-def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
-    """The descriptor of a file, made if need be, that is locked as long as it is open, by one
-    process or by `shared` holders; None: another process holds it, and this must not `wait`. Raises
-    OSError."""
-    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+def lock_file(path: Path, *, wait: bool = False) -> int | None:
+    """The descriptor of a file, made if need be, that is locked as long as it is open; None:
+    another process holds it, and this must not `wait`. Raises OSError."""
+    kind = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

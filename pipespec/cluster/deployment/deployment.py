@@ -21,7 +21,7 @@ from pipespec.system.network_interfaces import source_address
 
 def quantization_of(name: str) -> str:
     """The entry of `model.` that says how the weights of the model of that name are held."""
-    return "quantization" if name == "target" else f"{name}_quantization"
+    return "quantization" if name == "target" else "draft_quantization"
 
 
 @dataclass(frozen=True)
