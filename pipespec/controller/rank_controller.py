@@ -18,7 +18,6 @@ from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.core import DraftTokens, Request
 from pipespec.errors import StaleEpoch
-from pipespec.system.cores import Spinner
 from pipespec.system.liveness import Waiting
 from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 from pipespec.timing.batch_times import pack as pack_times
@@ -60,7 +59,6 @@ class Controller(RequestLog):
         rank: int,
         kv_tokens: int | None = None,
         row_times: BatchTimes = NO_TIMES,
-        spinner: Spinner | None = None,
         computing: Mapping[str, Any] | None = None,
     ):
         # An epoch ends with a rank's connection.
@@ -82,7 +80,6 @@ class Controller(RequestLog):
             *(pack_times(row_times), "" if computing is None else json.dumps(computing)),
         )
         self._announcements = RedisConnection(url)
-        self._spinner = spinner
         self._pops = 0
         self._cancelled: set[int] = set()
         # Whether the queue may hold a request, and whether it was empty and closed when the head
@@ -174,7 +171,7 @@ class Controller(RequestLog):
                 return []
             self._pipe.drain()
             with Waiting():
-                self._read_announcement(LOOK_S, idle=True)
+                self._read_announcement(LOOK_S)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
         keys = self._keys
@@ -299,11 +296,9 @@ class Controller(RequestLog):
                 self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
             self._pops = POPS
 
-    def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
-        """Reads one announcement within `timeout` seconds, without spinning if `idle`."""
+    def _read_announcement(self, timeout: float) -> bool:
+        """Reads one announcement within `timeout` seconds; whether there was one."""
         self._send_blocking_pop()
-        if self._spinner is not None and timeout and not idle:
-            self._spinner.until(self._announcements.readable, timeout)
         if not self._announcements.readable(timeout):
             return False
         self._pops -= 1

@@ -10,8 +10,7 @@ while a small one is a small message. Each link is a gloo group of two ranks, wi
 the loopback interface.
 
 The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
-has a GPU. A rank that spins while it waits polls the memory that the message is written to, as gloo
-has no non-blocking test."""
+has a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.system.cores import Spinner
 from pipespec.system.liveness import Waiting
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.transport.encryption import SEAL_BYTES, Seal, link_key
@@ -78,7 +76,6 @@ class DistributedTransport:
         epoch: int,
         secret: str,
         links: Sequence[LinkKind] | None = None,
-        spinner: Spinner | None = None,
         window: int = 1,
         names: Sequence[int] | None = None,
         **limits: Any,
@@ -86,16 +83,14 @@ class DistributedTransport:
         """Connect to the neighbouring ranks, which connect at the same time and exchange their
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
-        encrypted. `spinner`: how it waits for batches, None: asleep. `window`: batches that a link
-        may hold, as far as WINDOW_BYTES have room for their largest. `names`: of the ranks in
-        messages. `limits`: of a batch, and its type, as of `Wire`. Raises RankFailed if a neighbour
-        did not connect in time."""
+        encrypted. `window`: batches that a link may hold, as far as WINDOW_BYTES have room for
+        their largest. `names`: of the ranks in messages. `limits`: of a batch, and its type, as of
+        `Wire`. Raises RankFailed if a neighbour did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         self.rank = rank
         self.returns: DistributedTransport | None = None
         self._names = names or range(len(devices))
-        self._spinner = spinner
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
         # The posted receives and their buffers, in the order in which messages fill them.
@@ -148,9 +143,6 @@ class DistributedTransport:
             "rank 0 receives nothing, nor does any rank after the stop batch"
         )
         work, message = self._inbox[0]
-        if self._spinner is not None:
-            arrived = self._wire.arrived if link.seal is None else link.seal.arrived
-            self._spinner.until(lambda: arrived(message))
         with raises_rank_failed(self._lost(self.rank - 1)), GlooWait():
             work.wait(FOREVER)
         if link.seal is not None:
@@ -196,11 +188,9 @@ class DistributedTransport:
         assert link is not None
         if link.seal is not None:
             message = torch.empty(self._wire.capacity + SEAL_BYTES, dtype=torch.uint8)
-            link.seal.expect(message)
         else:
             # A new buffer each time: the hidden states of the last batch are views of the old one.
             message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
-            self._wire.expect(message)
         with raises_rank_failed(self._lost(self.rank - 1)):
             self._inbox.append((link.group.recv([message], link.peer, _TAG), message))
 

@@ -1,12 +1,11 @@
 """Encrypts and authenticates messages between hosts, by AES-256-GCM.
 
-    sealed   [ length, int64 | the message, encrypted | tag, 16 bytes | count, int64 ]
+    sealed   [ length, int64 | the message, encrypted | tag, 16 bytes ]
 
 The length is in the clear, because a receiver posts room for the longest message and must know how
-much of it arrived; the tag authenticates it. The count numbers the messages of a link from 1 and is
-the nonce. The receiver counts too, so a message that was altered, cut, repeated or reordered cannot
-be decrypted. The count in the clear at the end is not authenticated: it lets a receiver that spins
-see that the last bytes have arrived.
+much of it arrived; the tag authenticates it. Sender and receiver count the messages of a link from
+1, and the count is the nonce, so a message that was altered, cut, repeated or reordered cannot be
+decrypted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _INT = 8
 _TAG = 16
 _NONCE = 12
 # How many bytes sealing adds to a message.
-SEAL_BYTES = _INT + _TAG + _INT
+SEAL_BYTES = _INT + _TAG
 
 
 def link_key(secret: str, epoch: int, meeting: tuple[str, str], sender: int) -> bytes:
@@ -39,8 +38,8 @@ def link_key(secret: str, epoch: int, meeting: tuple[str, str], sender: int) -> 
 
 
 class Seal:
-    """One end of a sealed link: the sender calls `seal`, the receiver `expect`, `arrived` and
-    `open`. `sender` is the sending rank, for the error message."""
+    """One end of a sealed link: the sender calls `seal`, the receiver `open`. `sender` is the
+    sending rank, for the error message."""
 
     def __init__(self, key: bytes, sender: int):
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -57,22 +56,9 @@ class Seal:
         sealed = torch.empty(size + SEAL_BYTES, dtype=torch.uint8)
         whole, length = _bytes(sealed), size.to_bytes(_INT, "little")
         whole[:_INT] = length
-        whole[-_INT:] = self._count.to_bytes(_INT, "little")
-        self._cipher.encrypt_into(self._nonce(), _bytes(message), length, whole[_INT:-_INT])
+        self._cipher.encrypt_into(self._nonce(), _bytes(message), length, whole[_INT:])
         self._count += 1
         return sealed
-
-    def expect(self, buffer: torch.Tensor) -> None:
-        _bytes(buffer)[:_INT] = bytes(_INT)
-
-    def arrived(self, buffer: torch.Tensor) -> bool:
-        """Whether the next message seems to have arrived completely in a buffer that is being
-        written. Only a hint, as nothing is authenticated yet."""
-        size = self._size(buffer)
-        if size is None:
-            return False
-        end = size + SEAL_BYTES
-        return _bytes(buffer)[end - _INT : end] == self._count.to_bytes(_INT, "little")
 
     def open(self, buffer: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
         """Decrypt the next message, uint8 `[bytes]`, into memory of its own; bytes of the buffer
@@ -81,10 +67,10 @@ class Seal:
         from cryptography.exceptions import InvalidTag
 
         size = self._size(buffer)
-        if size is None or not self.arrived(buffer):
+        if size is None:
             raise self._refused()
         message = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        encrypted = _bytes(buffer)[_INT : size + SEAL_BYTES - _INT]
+        encrypted = _bytes(buffer)[_INT : size + SEAL_BYTES]
         length = size.to_bytes(_INT, "little")
         try:
             self._cipher.decrypt_into(self._nonce(), encrypted, length, _bytes(message))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipespec.settings import check_settings, setting
-from pipespec.system.cores import WAITS
 
 AUTO, GLOO = "auto", "gloo"
 BACKENDS = (AUTO, GLOO)
@@ -27,13 +26,6 @@ class TransportConfig:
         AUTO,
         "Whether batches are encrypted and authenticated; auto does so between hosts.",
         choices=SEALS,
-    )
-    wait: str = setting(
-        AUTO,
-        "How a rank waits for messages: spin is faster and takes a core for each rank and one for "
-        "Redis, sleep takes none; auto spins where a host has the cores and no other uses them.",
-        choices=WAITS,
-        experimental=True,
     )
 
     def __post_init__(self) -> None:

@@ -2,11 +2,10 @@
 
     message   [ header 15 x int64 | rows num_rows x 6 x int64 | finished x int64 |
                 preempted x int64 | failed x int64 | retained x 2 x int64 | kept x 3 x int64 |
-                started | 0..63 bytes | hidden states | 0..7 bytes | end ]
+                started | 0..63 bytes | hidden states | 0..7 bytes ]
     header    epoch, step, num_rows, flags, num_finished, num_preempted, num_failed, num_retained,
               num_kept, started_ints, sent_ns, token (2), columns of the hidden states (0: there are
               none), bytes of the message
-    end       the first part of the token XOR the step
     retained  sequence, number of its tokens that are retained
     kept      sequence, number of tokens behind which its running state is kept, number of that
     started   for each sequence: sequence, request, prompt_len, committed_len, parent, shared_len,
@@ -71,7 +70,7 @@ class Wire:
         tail = 2 * self.max_finished + 2 * self.max_retained + 3 * self.max_kept
         tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
-        return start + self._hidden_bytes(self.max_rows, self.max_columns) + _INT
+        return start + self._hidden_bytes(self.max_rows, self.max_columns)
 
     def pack(self, batch: Batch, *, pinned: bool = False) -> torch.Tensor:
         """The batch as a message, uint8 `[bytes]` in CPU memory; a copy."""
@@ -98,12 +97,9 @@ class Wire:
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
 
         start = self._hidden_start(rows, tail)
-        carried = self._hidden_bytes(rows, columns)
-        size = start + carried + _INT
+        size = start + self._hidden_bytes(rows, columns)
         message = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        whole = message.numpy()
-        whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
-        ints = whole[:start].view(np.int64)
+        ints = message.numpy()[:start].view(np.int64)
         flags = _STOP * batch.stop | _BESIDE * batch.beside
         leave = len(batch.finished), len(batch.preempted), len(batch.failed)
         keep = len(batch.retained_prefixes), len(batch.kept_states)
@@ -142,7 +138,7 @@ class Wire:
         sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
         start, columns = self._hidden_start(rows, tail), int(ints[_COLUMNS])
-        size = start + self._hidden_bytes(rows, columns) + _INT
+        size = start + self._hidden_bytes(rows, columns)
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert 0 <= columns <= self.max_columns, f"{columns} columns of {self.max_columns} at most"
         assert size <= ints[_BYTES] <= len(message), f"{size} bytes in a message of {ints[_BYTES]}"
@@ -165,19 +161,6 @@ class Wire:
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
-
-    def expect(self, message: torch.Tensor) -> None:
-        self._header(message)[:] = 0
-
-    def arrived(self, message: torch.Tensor) -> bool:
-        """Whether a message seems to have arrived completely in a buffer that is being written.
-        Only a hint: the caller still waits for the receive to complete."""
-        header = self._header(message)
-        step, size = int(header[_STEP]), int(header[_BYTES])
-        if not _HEADER * _INT < size <= self.capacity or size % _INT:
-            return False
-        end = message.numpy()[size - _INT : size].view(np.int64)
-        return int(end[0]) == self.token[0] ^ step
 
     def _header(self, message: torch.Tensor) -> np.ndarray:
         return message.numpy()[: _HEADER * _INT].view(np.int64)

@@ -31,7 +31,6 @@ from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
-from pipespec.system.cores import Spinner
 from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LATE_S, progress
 from pipespec.system.result_cache import load_cached, store_cached
@@ -52,7 +51,6 @@ def connect_links(
     rank: int,
     store: Store,
     *,
-    spinner: Spinner | None = None,
     returned: LinkKind = LinkKind(),  # noqa: B008 - it is frozen
     **how: Any,
 ) -> DistributedTransport:
@@ -64,7 +62,6 @@ def connect_links(
         "secret": where.secret,
         "max_rows": deployment.config.max_rows,
         "dtype": getattr(torch, deployment.dtype),
-        "spinner": spinner,
     }
     taps = () if deployment.head is None else deployment.head.taps
     transport = DistributedTransport(
@@ -105,7 +102,6 @@ def join_rank(
     mid: ModelSlice | None,
     grammars: Grammars | None,
     *,
-    spinner: Spinner | None = None,
     num_slots: int | None = None,
 ) -> Iterator[Callable[[Transport], None]]:
     """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
@@ -133,7 +129,6 @@ def join_rank(
         rank=rank,
         kv_tokens=tokens,
         row_times=times.measured(),
-        spinner=spinner,
         computing=None if model is None else {**model.describe(), "version": own_version()},
     ) as controller:
 

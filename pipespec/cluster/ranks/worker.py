@@ -30,7 +30,6 @@ from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.tensor_parallel.tp_member import follow_tp_leader, leading_tp_group
 from pipespec.errors import ControllerError, RankFailed, StaleEpoch, Unreachable
-from pipespec.system.cores import make_spinner
 from pipespec.system.device_copy import make_current
 from pipespec.system.liveness import LOADING_S, MEETING_S, Waiting, progress
 from pipespec.transport.tp_group import TPProcessGroup
@@ -165,8 +164,6 @@ def join_and_run(
     all."""
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
-    hosts = [worker.rpartition("/")[0] for worker in held.assignment.everyone]
-    spinner = make_spinner(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
     with (
         meeting_store(held) as store,
         join_rank(
@@ -176,7 +173,6 @@ def join_and_run(
             model,
             mid,
             grammars,
-            spinner=spinner,
             num_slots=num_slots,
         ) as run_loop,
     ):
@@ -191,7 +187,6 @@ def join_and_run(
             held.rank,
             store,
             links=links,
-            spinner=spinner,
             returned=held.assignment.return_link(deployment.config.transport.seal),
         )
         aborted = (transport.abort, *([] if group is None else [group.abort]))

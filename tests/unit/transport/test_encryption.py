@@ -68,9 +68,7 @@ def test_a_message_that_was_cut_is_refused(data, draw):
     buffer = received(sender.seal(tensor(data)))
     receiver.open(buffer)
     sealed = sender.seal(tensor(data))
-    # At most without its count, of which most bytes are those of the count before.
-    cut = draw.draw(st.integers(0, len(sealed) - 8))
-    receiver.expect(buffer)
+    cut = draw.draw(st.integers(0, len(sealed) - 1))
     buffer[:cut] = sealed[:cut]
     with pytest.raises(RankFailed, match=REFUSED):
         receiver.open(buffer)
@@ -122,7 +120,7 @@ def test_equal_messages_look_different_and_show_nothing_of_themselves():
     data = b"token ids" * 8
     first, second = sender.seal(tensor(data)), sender.seal(tensor(data))
     assert b"token" not in bytes(first.numpy())
-    assert not np.array_equal(first.numpy()[8:-8], second.numpy()[8:-8])
+    assert not np.array_equal(first.numpy()[8:], second.numpy()[8:])
 
 
 def test_what_claims_to_be_longer_than_the_buffer_is_refused():
@@ -130,7 +128,6 @@ def test_what_claims_to_be_longer_than_the_buffer_is_refused():
     for size in (0, 7, ROOM + 8, 2**63, 2**64 - 8):
         buffer = received(torch.zeros(64, dtype=torch.uint8))
         buffer[:8] = tensor(size.to_bytes(8, "little"))
-        assert not receiver.arrived(buffer)
         with pytest.raises(RankFailed, match=REFUSED):
             receiver.open(buffer)
 
@@ -150,18 +147,3 @@ def test_a_batch_survives_the_wire_in_a_seal():
     assert torch.equal(got.hidden, batch.hidden)
     buffer = received(sender.seal(wire.pack(replace(batch, step=8))), wire.capacity)
     assert wire.unpack(receiver.open(buffer)).step == 8
-
-
-def test_a_sealed_message_seems_to_have_come_when_its_last_bytes_have():
-    """It is written byte after byte to where an earlier one lies, of the same length or another."""
-    for earlier in (64, 8, 128):
-        sender, receiver = ends()
-        there = received(sender.seal(tensor(bytes(earlier))))
-        receiver.open(there)
-        receiver.expect(there)
-        sealed = sender.seal(tensor(bytes(64)))
-        for size in range(len(sealed)):
-            assert not receiver.arrived(there) or size > len(sealed) - 8
-            there[size] = sealed[size]
-        assert receiver.arrived(there)
-        assert len(receiver.open(there)) == 64

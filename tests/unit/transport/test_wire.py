@@ -180,23 +180,3 @@ def test_a_message_that_claims_more_than_it_has_is_a_programming_error():
 def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
     with pytest.raises(AssertionError):
         wire().pack(batch)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 8])
-def test_a_message_seems_to_have_come_when_its_end_begins_to(rows: int) -> None:
-    """It is written byte after byte to where an earlier one of as many rows lies, or of fewer."""
-    ours = wire(token=token("secret", 1))
-    there = torch.empty(ours.capacity, dtype=torch.uint8)
-    for earlier in (rows, 3):
-        there[:] = 0
-        sent = ours.pack(batch_of(earlier, step=1))
-        there[: len(sent)] = sent
-        ours.expect(there)
-        message = ours.pack(batch_of(rows, step=2))
-        end = len(message) - 8
-        for size in range(end):
-            assert not ours.arrived(there), f"after {size} of {len(message)} bytes"
-            there[size] = message[size]
-        there[end:][:8] = message[end:]
-        assert ours.arrived(there)
-        assert ours.unpack(there).step == 2
