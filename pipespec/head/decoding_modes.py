@@ -314,6 +314,7 @@ class LearntSteps:
             for requests, costs in stored.get("costs", {}).items()
         }
         self._requests = 1
+        self._pass_ms = 0.0  # over long links
         self.steps = 0
 
     @property
@@ -330,8 +331,11 @@ class LearntSteps:
         known = {way: Cost(*cost) for way, cost in costs.items() if way in (*ways, PLAIN)}
         return Modes(self.num_stages, ways, known, lengths=self._own_lengths(requests))
 
-    def deepen(self, in_flight: int) -> None:
-        """Up to so many batches would keep the pipeline busy."""
+    def deepen(self, in_flight: int, pass_ms: float = 0.0) -> None:
+        """Up to so many batches would keep the pipeline busy; each takes `pass_ms` at least until
+        its verdict."""
+        if in_flight > self.num_stages:  # mostly in links
+            self._pass_ms = pass_ms
         if BESIDE not in self._ways:
             return
         more, ways = self.num_stages, []
@@ -401,7 +405,8 @@ class LearntSteps:
         rows = requests / self.num_stages
         if not step.times.points:
             return None
-        return step.times.at(rows if step.by_mean else max(rows, 1)) / rows
+        in_stages = step.times.at(rows if step.by_mean else max(rows, 1)) / rows
+        return max(in_stages, self._pass_ms / requests)
 
     def stored(self) -> dict[str, Any]:
         """What another run may begin with, as JSON can represent it."""

@@ -366,7 +366,7 @@ class HeadLoop:
                 self.scheduler.update_stage_times(merge_times(self.controller.row_times()))
                 if self.scheduler.learnt is not None:
                     depth = self.in_flight.depth(self.scheduler.stats.least_ms)
-                    self.scheduler.learnt.deepen(depth)
+                    self.scheduler.learnt.deepen(depth, self.in_flight.shortest_ms)
                 requests = [each.request.id for each in self.admission.sequences.values()]
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals

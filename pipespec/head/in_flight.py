@@ -61,9 +61,14 @@ class InFlight:
         pass, as verdicts are then, of which each batch should know as many as it can."""
         return (self._pass_ns.value or 0.0) / most / 1e6
 
+    @property
+    def shortest_ms(self) -> float:
+        """The shortest pass so far; 0: none was measured."""
+        return min(self._passes, default=0) / 1e6
+
     def depth(self, step_ms: float) -> int:
         """Batches that keep the pipeline busy, by the shortest pass so far (`depth`)."""
-        found = depth(self._num_stages, min(self._passes, default=0) / 1e6, step_ms)
+        found = depth(self._num_stages, self.shortest_ms, step_ms)
         return found if self._most is None else min(found, self._most)
 
 

@@ -44,34 +44,31 @@ class ThreadChoice:
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
-    # Behind a crowded graph fewer threads compute so many others, times as many as it was slower
-    # than with cores of its own; twice as many each time that it is so again, up to LONGEST.
-    SHORTEST, LONGEST = 1, 8
+    # Behind a crowded step fewer threads compute for as long as it took, at least SHORTEST_S, and
+    # for twice as long each time that it is so again, up to LONGEST times.
+    SHORTEST_S, LONGEST = 0.1, 8
 
     def __init__(self, threads: int, share: int = 1):
         self._share = min(share, threads)
         self._levels = sorted({threads, self._share, 1}, reverse=True)
-        self._graphs = 0
-        # Up to which graph each number of threads is too many, and for how many it is next time.
-        self._crowded_until = dict.fromkeys(self._levels, 0)
-        self._pause = dict.fromkeys(self._levels, self.SHORTEST)
+        # Until when each number of threads is too many, and for how long it is next time.
+        self._crowded_until = dict.fromkeys(self._levels, 0.0)
+        self._pause = dict.fromkeys(self._levels, 1)
 
-    def now(self, *, shares: bool = False) -> int:
-        """How many threads compute the next graph."""
+    def at(self, now: float, *, shares: bool = False) -> int:
+        """How many threads compute now, a time in seconds."""
         levels = [each for each in self._levels if each <= self._share or not shares]
-        return next(each for each in levels if self._crowded_until[each] <= self._graphs)
+        return next(each for each in levels if self._crowded_until[each] <= now)
 
-    def ran(self, threads: int, took_s: float, cpu_s: float) -> None:
-        """So many threads have computed a graph for so long, and used so much time of
-        processors."""
-        self._graphs += 1
+    def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
+        """So many threads have computed for so long, and used so much time of processors."""
         if threads == 1 or took_s <= self.LEAST_S:
             return
         pause = self._pause[threads]
         if cpu_s >= self.SHARE * threads * took_s:
-            self._pause[threads] = max(pause // 2, self.SHORTEST)
+            self._pause[threads] = max(pause // 2, 1)
             return
-        until = self._graphs + math.ceil(pause * threads * took_s / max(cpu_s, self.LEAST_S))
+        until = now + pause * max(took_s, self.SHORTEST_S)
         self._crowded_until |= {each: until for each in self._levels if each >= threads}
         self._pause[threads] = min(2 * pause, self.LONGEST)
 
@@ -102,11 +99,12 @@ class Computer:
         self.library.backend_cpu_set_use_ref(self._backend, not wide)
         began, cpu_began = time.perf_counter(), time.process_time()
         choice = self._choices[wide]
-        threads = choice.now(shares=_shares)
+        threads = choice.at(began, shares=_shares)
         self.library.backend_cpu_set_n_threads(self._backend, threads)
         if self.library.backend_graph_compute(self._backend, graph):
             raise MemoryError("ggml found no memory for a batch")
-        choice.ran(threads, time.perf_counter() - began, time.process_time() - cpu_began)
+        now = time.perf_counter()
+        choice.ran(threads, now - began, time.process_time() - cpu_began, now)
 
 
 def _free(library: Library, backend: int, pool: int, context: int, process: int) -> None:

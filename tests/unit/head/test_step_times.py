@@ -308,6 +308,10 @@ def test_deep_pipelines_are_measured_next_where_links_are_long_and_the_draft_spa
     for _ in range(2):  # of another number of requests too
         learnt.next_mode(8)
         assert learnt.modes.ways == (deep(8), deep(16), BESIDE)
+    learnt.set_stage_times(((1, 2.0), (64, 4.0)))
+    assert learnt.least_plain_ms(requests=1) == pytest.approx(8)
+    learnt.deepen(16, pass_ms=100)
+    assert [learnt.least_plain_ms(requests) for requests in (1, 2)] == pytest.approx([100, 50])
     either = LearntSteps(4, overlap=False)
     either.deepen(16)
     assert either.modes.ways == (BETWEEN,), "as the user wants it"

@@ -67,33 +67,27 @@ def test_products_do_not_depend_on_the_number_of_threads(ggml):
 
 def test_one_thread_computes_for_a_while_after_a_crowded_step():
     choice = ThreadChoice(2)
-    choice.ran(2, took_s=0.1, cpu_s=0.19)  # both had a core
-    assert choice.now() == 2
-    choice.ran(2, took_s=0.001, cpu_s=0.001)  # too short to tell
-    assert choice.now() == 2
-    choice.ran(2, took_s=0.2, cpu_s=0.28)  # beside one other program
-    assert choice.now() == 2
-    choice.ran(1, took_s=0.2, cpu_s=0.1)  # says nothing about two
-    assert choice.now() == 2
+    choice.ran(2, took_s=0.1, cpu_s=0.19, now=10)  # both had a core
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.001, cpu_s=0.001, now=10)  # too short to tell
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.2, cpu_s=0.28, now=10)  # beside one other program
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.2, cpu_s=0.2, now=10)
+    assert [choice.at(now) for now in (10, 10.19, 10.21)] == [1, 1, 2]
+    choice.ran(1, took_s=0.2, cpu_s=0.1, now=20)  # says nothing about two
+    assert choice.at(20) == 2
 
 
-def test_fewer_threads_compute_the_longer_the_slower_and_the_oftener_a_step_was_crowded():
-    def with_one(took_s: float, cpu_s: float) -> int:
-        choice.ran(2, took_s, cpu_s)
-        count = 0
-        while choice.now() == 1:
-            choice.ran(1, 0.1, 0.1)
-            count += 1
-        return count
-
+def test_the_oftener_steps_are_crowded_the_longer_one_thread_computes():
     choice = ThreadChoice(2)
-    assert [with_one(0.2, 0.2) for _ in range(3)] == [2, 4, 8]
-    assert with_one(0.1, 0.19) == 0
-    assert with_one(0.2, 0.2) == 8  # half of 16, as two had their cores between
-    assert with_one(2, 0.2) == 160  # twenty times as slow
-    for _ in range(20):
-        most = with_one(0.2, 0.2)
-    assert most == 2 * ThreadChoice.LONGEST
+    for pause in (1, 2, 4, 8, 8):
+        choice.ran(2, took_s=1, cpu_s=1, now=0)
+        assert [choice.at(now) for now in (pause - 0.1, pause)] == [1, 2]
+    for _ in range(2):
+        choice.ran(2, took_s=1, cpu_s=2, now=8)  # the others have gone
+    choice.ran(2, took_s=1, cpu_s=1, now=8)
+    assert [choice.at(now) for now in (9.9, 10)] == [1, 2]
 
 
 def test_a_prompt_beside_others_does_not_slow_the_answer(monkeypatch):
@@ -107,7 +101,7 @@ def test_a_prompt_beside_others_does_not_slow_the_answer(monkeypatch):
             used.append(threads)
 
     used: list[int] = []
-    clock = iter(range(100))
+    clock = iter((0, 1, 1.1, 2, 2.1, 3, 3.1, 4))
     others_had_the_cores = SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: 0)
     monkeypatch.setattr(compute, "time", others_had_the_cores)
     monkeypatch.setattr(compute, "_shares", False)
@@ -119,13 +113,13 @@ def test_a_prompt_beside_others_does_not_slow_the_answer(monkeypatch):
 
 def test_a_rank_keeps_its_share_while_others_compute():
     choice = ThreadChoice(8, share=2)
-    assert [choice.now(shares=shares) for shares in (True, False)] == [2, 8]
-    choice.ran(8, took_s=0.1, cpu_s=0.2)
-    assert choice.now() == 2
-    choice.ran(2, took_s=0.1, cpu_s=0.2)
-    assert choice.now() == 2
-    choice.ran(2, took_s=0.1, cpu_s=0.1)  # other programs use even that
-    assert choice.now() == 1
+    assert [choice.at(10, shares=shares) for shares in (True, False)] == [2, 8]
+    choice.ran(8, took_s=0.1, cpu_s=0.2, now=10)
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.1, cpu_s=0.2, now=10)
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.1, cpu_s=0.1, now=10)  # other programs use even that
+    assert [choice.at(now) for now in (10, 10.2)] == [1, 8]
 
 
 @pytest.mark.parametrize(
