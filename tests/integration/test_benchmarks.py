@@ -193,7 +193,6 @@ NO_CLOCK = {
     "foresight": "",
     "frontier": "--cells 2",
     "load": "--requests 1,4",
-    "lossy": "",
     "methods": "--widths 4",
     "papers": "--only meta_tpc",
 }
