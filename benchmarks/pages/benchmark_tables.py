@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from benchmarks.pages.stored_results import (
@@ -95,6 +96,20 @@ def many_requests() -> str:
         name = "`root`, tokens/s" if method == "root" else f"`{method}`"
         lines.append([name, *(f"{each[shown]:.{1 + (shown == 'speed_up')}f}" for each in of)])
     return table(["requests", *map(str, counts)], lines) + command_of(stored)
+
+
+def sample_of_cells() -> str:
+    """`pipeline.frontier`: the default beside the best fixed policy, by requests."""
+    stored = result("frontier")
+    lines = []
+    for requests in sorted({each["requests"] for each in stored["rows"]}):
+        of = [each for each in stored["rows"] if each["requests"] == requests]
+        found = ([each[f"over_{other}"] for each in of] for other in ("best", "root"))
+        ratios = (f"{value:.2f}" for over in found for value in (fmean(over), min(over), max(over)))
+        lines.append([str(requests), str(len(of)), *ratios])
+    over = ("over the best fixed policy", "over `root`")
+    headings = [heading for each in over for heading in (each, "least", "most")]
+    return table(["requests", "cells", *headings], lines) + command_of(stored)
 
 
 def accuracy() -> str:
@@ -248,6 +263,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "plan_check": predictions,
     "methods": sizes_of_trees,
     "load": many_requests,
+    "frontier": sample_of_cells,
     "accuracy": accuracy,
     "measured": measured,
     "tbt": partial(time_between_tokens, "tbt"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -17,6 +18,7 @@ import pytest
 from benchmarks.budgets import rank_memory, stage_time
 from benchmarks.common import experiment, run_options
 from benchmarks.common.experiment import ROOT
+from benchmarks.pages.stored_results import result
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import inspect
 from tools.inflate import Shape, read_config
@@ -182,3 +184,42 @@ def test_a_small_run_gives_rows(arguments, tmp_path):
     assert done.returncode == 0, done.stderr
     found = [row[column] for row in json.loads(file.read_text())["rows"]]
     assert found and max(found) > least
+
+
+# Results that no clock changes, as they count or simulate, with options that leave most rows out.
+NO_CLOCK = {
+    "curves": "",
+    "deployments": "--only '20 ms'",
+    "foresight": "",
+    "frontier": "--cells 2",
+    "load": "--requests 1,4",
+    "methods": "--widths 4",
+    "papers": "--only meta_tpc",
+}
+# What another version of torch may change.
+TOLERANCE = 0.03
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NO_CLOCK)
+def test_command_under_a_figure_gives_it(name, tmp_path):
+    stored, file = result(name), tmp_path / "again.json"
+    python, *arguments = shlex.split(f"{stored['command']} --json {file} {NO_CLOCK[name]}")
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert python == "python" and done.returncode == 0, done.stderr
+    known, found = (dict(figures(each["rows"])) for each in (stored, json.loads(file.read_text())))
+    assert found == pytest.approx({key: known[key] for key in found}, rel=TOLERANCE, abs=0.01)
+    assert len(found) > 1
+
+
+def figures(rows):
+    """Every figure, after what its row is called."""
+    for row in rows:
+        row |= {f"tbt_ms {name}": value for name, value in row.pop("tbt_ms", {}).items()}
+        row.pop("ours", None)  # a figure as text
+        names = [each for each in row.values() if isinstance(each, str | int)]
+        for name, value in row.items():
+            if isinstance(value, float):
+                yield (*names, name), value

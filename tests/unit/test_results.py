@@ -80,6 +80,16 @@ def test_stated_gains_are_those_of_the_simulated_deployments(draft: str) -> None
     assert draft == ASSUMED or f"{min(leads):.2f} to {max(leads):.1f}" in readme
 
 
+@pytest.mark.parametrize("other", ["pipespec root", "pipespec level", "llama.cpp with draft of 8"])
+def test_stated_gains_are_those_of_the_race_over_links(other: str) -> None:
+    of: dict[str, dict[float, float]] = defaultdict(dict)
+    for row in json.loads((RESULTS / "links.json").read_text())["rows"]:
+        of[row["engine"]][row["delay_ms"]] = row["tbt_ms"]["median"]
+    gains = [ms / of["pipespec"][delay] for delay, ms in of[other].items()]
+    named = " to ".join(f"{gain:#.2g}".removeprefix("0") for gain in (min(gains), max(gains)))
+    assert f"{named} times" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
 def test_every_result_is_cited(file: Path) -> None:
     pages = [
