@@ -28,7 +28,7 @@ from pipespec.controller.task_graph import (
     transfer,
 )
 from pipespec.core import DraftTokens
-from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
+from pipespec.errors import ControllerError, GraphError, StaleEpoch
 from pipespec.system.folders import resource_dir
 
 numbers = count()
@@ -126,15 +126,6 @@ def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
         cluster.ranks[3].complete([compute(3, step), prune(3, step)], b"%d" % step)
     assert cluster.ranks[0].wait(prune(0, 1), timeout=5) == b"1"
     assert cluster.ranks[0].wait(prune(0, 0), 0) == b"0"
-
-
-def test_an_announcement_that_came_too_late_is_dropped(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
-    cluster.ranks[3].complete([compute(3, 0)], b"v")
-    cluster.settle()
-    cluster.ranks[0].complete([prune(0, 0)])  # announced by now, but not read
-    assert cluster.ranks[0].wait(prune(0, 0), 0) is None
-    assert not cluster.ranks[0]._ready
 
 
 @pytest.mark.long
@@ -253,22 +244,6 @@ def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: RedisCon
     epoch_control.begin_epoch(cluster.url, cluster.namespace)
     left = pipe.call("KEYS", f"{RedisKeys(cluster.namespace).epochs}:*")
     assert all(pipe.call("TTL", key) > 0 for key in left)
-
-
-def test_a_redis_that_dies_is_an_error_and_not_a_wait(namespace: str) -> None:
-    with EmbeddedRedis() as server:
-        cluster = Cluster(server, namespace, num_stages=1)
-    with pytest.raises(Unreachable):
-        cluster.ranks[0].wait(prune(0, 0))
-    assert isinstance(
-        refused(cluster, lambda: cluster.ranks[1].complete([compute(1, 0)])), Unreachable
-    )
-
-
-def test_a_redis_that_lost_its_scripts_says_so(cluster: Cluster, pipe: RedisConnection) -> None:
-    pipe.call("SCRIPT", "FLUSH")
-    error = refused(cluster, lambda: cluster.ranks[0].submit(step_graph(cluster.num_stages, 0)))
-    assert "lost the scripts" in str(error)
 
 
 # Any graph, any order ------------------------------------------------------------------------

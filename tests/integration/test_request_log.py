@@ -262,17 +262,6 @@ def test_a_head_that_waits_learns_that_its_epoch_is_over(
         waiting.result(20)
 
 
-def test_a_head_that_waits_learns_that_it_was_refused(head: Controller) -> None:
-    assert head.next_requests(1, wait=False) == []
-
-    def finish_and_wait() -> None:
-        head.finish(99, "stop")
-        head.next_requests(1, wait=True)
-
-    with pytest.raises(ControllerError, match="equest 99 is not in the log"):
-        finish_and_wait()
-
-
 def test_readers_hear_what_the_first_token_took_if_the_head_knows(
     head: Controller, events: Callable[[int], list[Event]]
 ) -> None:
