@@ -255,13 +255,3 @@ def test_message_changed_in_transit_ends_the_epoch(cut):
     failed = through(Between(change), LinkKind(sealed=True))
     assert isinstance(failed, RankFailed)
     assert str(failed).startswith("Message 2 from rank 0 was altered, repeated, reordered")
-
-
-def test_eavesdropper_between_ranks_reads_nothing_of_a_sealed_link():
-    token_id = np.int64(TOKEN_ID).tobytes() * NUM_COLUMNS
-    for kind, readable in ((LinkKind(sealed=True), False), (IN_THE_CLEAR, True)):
-        between = Between()
-        received = through(between, kind)
-        assert [batch.step for batch in received] == list(range(STEPS))
-        assert len(between.seen) == STEPS
-        assert (token_id in between.seen[0]) is readable
