@@ -221,14 +221,6 @@ def test_log_that_is_not_here_is_refused_with_its_place(
         cluster.communicate("")
 
 
-def test_an_entry_from_another_machine_is_taken_at_its_word(state: Path) -> None:
-    state.mkdir()
-    publish(running(owner=ELSEWHERE))
-    assert find("lab").host == "alpha"
-    assert not find("lab").owner.here
-    assert not find("lab").owner.gone
-
-
 def test_one_cluster_needs_no_name_and_of_several_one_must_be_named() -> None:
     with pytest.raises(ConfigError, match="No cluster is up; start one"):
         entry(None)

@@ -12,8 +12,6 @@ from typing import Any, TypedDict
 
 import pytest
 
-from pipespec.system import validation
-from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
     LONGEST_SHOWN,
     Missing,
@@ -140,8 +138,3 @@ def test_a_message_shows_a_part_of_what_is_long() -> None:
     assert len(shown("x" * 10**6)) <= LONGEST_SHOWN
     assert len(shown([["y" * 1000] * 1000] * 1000)) <= LONGEST_SHOWN + 1
     assert shown(16**9000) == "a number of too many digits"
-
-
-def test_the_bound_leaves_room_for_what_is_shipped() -> None:
-    sizes = [file.stat().st_size for file in resource_dir("demo").rglob("*.json")]
-    assert max(sizes) * 10 < validation.MOST_BYTES

@@ -100,20 +100,6 @@ def only(found: Sequence[Finding]) -> Finding:
     return found[0]
 
 
-def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:
-    hosts = {**healthy(), "beta": HostReport(failure="beta: Connection refused; start sshd there.")}
-    links = [each for each in ALL_LINKS if "beta" not in (each.source, each.to)]
-    found = only(diagnose(hosts_file, hosts, links))
-    assert found == Finding(True, ("beta",), "beta: Connection refused; start sshd there.")
-
-
-def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
-    hosts = healthy()
-    hosts["alpha"].inventory.versions["driver"] = "550.10"
-    hosts["gamma"].failure = "gamma: gone."
-    assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
-
-
 # --- links ------------------------------------------------------------------------------------
 
 
