@@ -226,46 +226,46 @@ def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cl
         pass
 
 
+class Admission:
+    """Admits so many hosts, as if they were measured, until the cluster can begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
+        measured = lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})  # noqa: E731
+        monkeypatch.setattr(host_admission, "measured", measured)
+        self.tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
+        self.left = threading.Event()
+        deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
+        self.made = host_admission.HostAdmission(
+            JoinOptions(hosts=hosts), replace(deployment, open_to=ADDRESS), self.on_log
+        )
+        self.found: list[Deployment] = []
+        wait = lambda: self.made.await_hosts(deployment, deployment.placement.problem)  # noqa: E731
+        self.thread = threading.Thread(target=lambda: self.found.append(wait()))
+
+    def on_log(self, name: str, sentence: str) -> None:
+        if name == "waiting":
+            self.tokens.put(Token.decode(sentence.split()[-1]))
+        elif (name, sentence) == ("early", "it has left before the cluster began"):
+            self.left.set()
+
+
 def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
-    monkeypatch.setattr(
-        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
-    )
-    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
-    left = threading.Event()
-
-    def on_log(name: str, sentence: str) -> None:
-        if name == "waiting":
-            tokens.put(Token.decode(sentence.split()[-1]))
-        elif (name, sentence) == ("early", "it has left before the cluster began"):
-            left.set()
-
-    made = host_admission.HostAdmission(
-        JoinOptions(hosts=3), replace(deployment, open_to=ADDRESS), on_log
-    )
-    found: list[Deployment] = []
-    problem = deployment.placement.problem
-    with made.server, ExitStack() as stack:
-        thread = threading.Thread(
-            target=lambda: found.append(made.await_hosts(deployment, problem))
-        )
-        thread.start()
-        stack.enter_context(join(tokens.get(timeout=PATIENCE_S), "early")).leave()
-        assert left.wait(PATIENCE_S)
+    admission = Admission(monkeypatch, hosts=3)
+    with admission.made.server, ExitStack() as stack:
+        admission.thread.start()
+        stack.enter_context(join(admission.tokens.get(timeout=PATIENCE_S), "early")).leave()
+        assert admission.left.wait(PATIENCE_S)
         for name in ("beta", "gamma"):
-            stack.enter_context(join(tokens.get(timeout=PATIENCE_S), name))
-        thread.join(PATIENCE_S)
-    assert [host.name for host in found[0].joined] == ["beta", "gamma"]
+            stack.enter_context(join(admission.tokens.get(timeout=PATIENCE_S), name))
+        admission.thread.join(PATIENCE_S)
+    assert [host.name for host in admission.found[0].joined] == ["beta", "gamma"]
 
 
 def test_a_host_that_comes_again_under_its_name_joins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
-    )
     attended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
 
     def look_after(session: HostSession, *_: object, joined: bool) -> None:
@@ -273,26 +273,14 @@ def test_a_host_that_comes_again_under_its_name_joins_anew(
         session.dismiss("it was away", failed=True)
 
     monkeypatch.setattr(host_admission, "look_after_host", look_after)
-    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
-
-    def on_log(name: str, sentence: str) -> None:
-        if name == "waiting":
-            tokens.put(Token.decode(sentence.split()[-1]))
-
-    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
-    made = host_admission.HostAdmission(
-        JoinOptions(hosts=2), replace(deployment, open_to=ADDRESS), on_log
-    )
-    with made.server:
-        thread = threading.Thread(
-            target=lambda: made.await_hosts(deployment, deployment.placement.problem)
-        )
-        thread.start()
-        with join(tokens.get(timeout=PATIENCE_S)):
-            thread.join(PATIENCE_S)
-            made.begin(mock.Mock())
+    admission = Admission(monkeypatch, hosts=2)
+    with admission.made.server as server:
+        admission.thread.start()
+        with join(admission.tokens.get(timeout=PATIENCE_S)):
+            admission.thread.join(PATIENCE_S)
+            admission.made.begin(mock.Mock())
             assert attended.get(timeout=PATIENCE_S) == ("beta", True)
-        with join(Token.decode(made.server.invite(MINUTE))):
+        with join(Token.decode(server.invite(MINUTE))):
             assert attended.get(timeout=PATIENCE_S) == ("beta", False)
 
 
@@ -402,17 +390,6 @@ def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluste
     until(lambda: not cluster.server._sessions)
     with pytest.raises(HostFailed, match=r"^beta: it has left; run `pipespec join` there again"):
         run_module(session.host, "pipespec.cluster.processes.agent")
-
-
-def test_a_host_whose_connection_breaks_comes_back_by_itself(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
-    _, session, said = joined
-    first = broken(session)
-    until(lambda: session._connection not in (None, first), PATIENCE_S)
-    session.tell("welcome back")
-    until(lambda: said == ["welcome back"], PATIENCE_S)
-    assert session.lost_s == 0
 
 
 def broken(session: HostSession) -> Connection:
