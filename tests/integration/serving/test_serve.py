@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -333,22 +332,3 @@ def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place: Sandbox)
             list(stream)
         assert ending.process.wait(10) == 0  # 0.7 s on a machine with nothing else
         assert said.read() == ""
-
-
-@pytest.mark.long
-def test_shutdown_timeout_of_zero_ends_the_server_at_once(place: Sandbox, server: Server) -> None:
-    with serving(place, "--on", NAME, "--limit", "shutdown_timeout=0") as ending:
-        client = ending.openai()
-        stream = client.completions.create(prompt="a", model=MODEL, stream=True, **LONG)
-        with ThreadPoolExecutor() as users:
-            whole = users.submit(client.completions.create, prompt="a", model=MODEL, **LONG)
-            until(lambda: ending.http.get("/load").json() == {"server_load": 2})
-            next(iter(stream))
-            ending.process.terminate()
-            with pytest.raises(openai.APIError, match="The server is shutting down"):
-                list(stream)
-            with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
-                whole.result()
-        _, said = ending.process.communicate(timeout=PATIENCE_S)
-        assert (ending.process.returncode, said) == (0, "")
-    until(lambda: server.metric("vllm:num_requests_running") == 0)
