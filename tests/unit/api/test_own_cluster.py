@@ -77,13 +77,3 @@ def test_a_policy_of_the_main_module_is_refused_with_the_remedy(
     monkeypatch.setattr(Own, "__module__", "__main__")
     with pytest.raises(ConfigError, match=r"Own is defined in __main__.*into a module of its own"):
         AsyncLLM(policy=Own())
-
-
-def test_connecting_to_a_cluster_that_is_not_up_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="No cluster named 'lab' is up"):
-        LLM.connect("lab")
-    with pytest.raises(ConfigError, match="No cluster is up"):
-        LLM.connect()

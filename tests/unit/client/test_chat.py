@@ -31,10 +31,6 @@ def encoded(target: Path, template: str, prompt: str = "Hello") -> str:
     return served.tokenizer.decode(served.encode(prompt, chat=True))
 
 
-def test_a_template_wraps_the_prompt(target: Path) -> None:
-    assert encoded(target, "<{{ messages[0].content }}>").strip() == "<Hello>"
-
-
 @pytest.mark.parametrize(
     ("template", "why"),
     [

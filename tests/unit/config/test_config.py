@@ -224,6 +224,7 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ("policy.width=abc", ["policy.width is 'abc'", "a whole number"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
         ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
+        ("model.graph_rows=[64,0]", ["model.graph_rows is 0", "from 1 to", "or nothing: []"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
