@@ -164,6 +164,7 @@ def test_a_loss_sees_features_up_to_the_base_alone(target: LlamaForCausalLM) -> 
     assert ours != theirs
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_head(target: LlamaForCausalLM, tmp_path: Path) -> None:
     folder, out = tmp_path / "target", tmp_path / "head"
     target.save_pretrained(folder)

@@ -99,9 +99,9 @@ def test_a_thread_looks_again_whether_it_has_a_core_ever_more_seldom():
     assert pauses[1] == pytest.approx(2 * REST_S, abs=2)
     assert pauses[-1] == pytest.approx(MOST_REST_S, abs=2)
     thread.share = 0.0
-    for _ in range(700):
-        thread.now += 1.0
+    for _ in range(4):  # a last look at the time in which it had none
         spins(spinner)
+    thread.now += MOST_REST_S
     assert all(spins(spinner) for _ in range(20))
 
 
