@@ -274,7 +274,3 @@ def test_message_of_the_troubleshooting_page_exists(message: str) -> None:
     gap = "[^.;]*\0[^.;]*"
     pattern = re.compile(gap.join(re.escape(part.strip()) for part in message.split("…")))
     assert any(pattern.search(text) for text in messages())
-
-
-def test_troubleshooting_covers_the_most_likely_messages() -> None:
-    assert len(quoted_messages()) >= 25

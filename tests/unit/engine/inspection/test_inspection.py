@@ -113,13 +113,6 @@ def test_shards_count_like_one_file(llama, sharded, tmp_path):
     assert inspect(sharded).stored == inspect(llama).stored
 
 
-def test_shards_without_their_index_are_told_what_is_missing(sharded):
-    (sharded / INDEX).unlink()
-    refused(
-        sharded, r"holds model-00001-of-\d+\.safetensors and no model\.safetensors\.index\.json"
-    )
-
-
 def test_eos_of_the_generation_config_goes_first(copy):
     edit(copy, "generation_config.json", eos_token_id=7)
     assert inspect(copy).eos == (7,)
