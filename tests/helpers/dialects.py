@@ -40,7 +40,6 @@ def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedReq
 def shape_of(served: ModelInfo, preparer: Preparer, path: str, body: dict[str, Any]) -> Any:
     """What makes the replies to a request."""
     request, make = prepared(preparer, path, body), body_routes()[path].format
-    assert make is not None
     return make(request.parsed, served.tokenizer, "demo", **request.options)
 
 

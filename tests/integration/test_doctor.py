@@ -311,7 +311,6 @@ def test_port_without_a_listener_is_refused() -> None:
 def test_a_probe_ends_with_its_standard_input() -> None:
     line = [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b'{"do": "hello"}\n')
         process.stdin.flush()
         lines = (json.loads(each) for each in process.stdout if each.strip())

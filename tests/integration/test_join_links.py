@@ -395,7 +395,6 @@ def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluste
 def broken(session: HostSession) -> Connection:
     """The connection of a host, which is cut."""
     first = session._connection
-    assert first is not None
     loop.soon(first[0].abort)
     return first
 

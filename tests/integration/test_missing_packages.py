@@ -104,7 +104,6 @@ def test_ctrl_c_while_a_command_imports_is_no_traceback(module):
     """Sent at the moment when a certain module has been imported, which Python then tells."""
     line = [sys.executable, "-X", "importtime", "-m", "pipespec", *GENERATE]
     with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         for told in process.stderr:
             if told.rpartition("|")[2].strip() == module:
                 process.send_signal(signal.SIGINT)

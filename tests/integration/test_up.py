@@ -115,8 +115,7 @@ def ask_on(
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert main(["status", "--json", *arguments]) == 0
-    clusters: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["clusters"]
-    return clusters
+    return json.loads(capsys.readouterr().out)["clusters"]
 
 
 # --- one cluster, many requests ---------------------------------------------------------------
@@ -179,7 +178,6 @@ def test_client_that_leaves_cancels_its_request(
     """Ctrl-C on a request that is being decoded and on one that waits; the next is as ever."""
     (before,) = status(capfd)
     reader = up.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
-    assert reader.stdout is not None
     assert reader.stdout.read(1)
     waiting = up.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
     until(lambda: status(capfd)[0]["queued"] == 1, PATIENCE_S)
@@ -407,7 +405,6 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     assert "No cluster is up" in capsys.readouterr().err
 
     process = up.start("up", "--name", NAME, *SETTINGS)
-    assert process.stdout is not None
     assert process.stdout.readline().startswith(f"The cluster '{NAME}' is ready: 3 ranks")
     assert registry.find(NAME).owner.pid == process.pid != running.owner.pid
     process.send_signal(signal.SIGINT)
@@ -432,7 +429,6 @@ def test_down_fails_what_is_open_with_one_sentence(
     assert all("password" not in " ".join(process.cmdline()) for process in place.processes())
     assert "password" not in place.log(NAME)
     reader = place.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
-    assert reader.stdout is not None
     assert reader.stdout.read(1)
     waiting = place.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
     until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)

@@ -61,8 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    found: list[int] = AutoTokenizer.from_pretrained(DEMO / "target").encode(PROMPT)
-    return found
+    return AutoTokenizer.from_pretrained(DEMO / "target").encode(PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +131,7 @@ class Rig:
     def fetched(self, *settings: str) -> dict[str, dict[str, int]]:
         """The bytes of each host that lacked some."""
         assert main(["cache", "fetch", "--json", *settings]) == 0
-        found: dict[str, dict[str, int]] = json.loads(self.capsys.readouterr().out)["hosts"]
-        return found
+        return json.loads(self.capsys.readouterr().out)["hosts"]
 
     def files(self, host: str) -> dict[str, PartsFile]:
         files = (self.folder / host).glob("pipespec/weights/*/*/*.safetensors")
@@ -331,8 +329,7 @@ def test_a_folder_that_only_another_host_has_is_enough(
         line = [launcher, "-m", "pipespec", *arguments, "--json", *settings]
         done = subprocess.run(line, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return json.loads(done.stdout)
 
     found = pipespec("cache", "fetch")["hosts"]
     assert found.keys() == {"alpha", "gamma"}

@@ -245,14 +245,6 @@ def test_marked_text_is_the_same_text_with_markers_in_their_places(
         assert shown == "".join(parts)
 
 
-def test_a_marker_that_a_beginning_stop_string_holds_back_keeps_its_place() -> None:
-    tokenizer = byte_level()
-    eos = tokenizer.eos_token_id
-    text = FinalText(tokenizer, (), ["the cat"], 0, {eos: EOS})
-    assert text.push([*tokenizer.encode("a the"), eos]) == "a "
-    assert text.push(tokenizer.encode("re")) == f"the{EOS}re"
-
-
 def test_a_marker_within_a_character_loses_nothing() -> None:
     tokenizer = byte_level()
     first, *rest = tokenizer.encode("🙂")

@@ -33,8 +33,7 @@ def completed(server: Server, key: str = "", **fields: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     reply = server.http.post("/v1/completions", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
-    result: dict[str, Any] = reply.json()
-    return result
+    return reply.json()
 
 
 def cached(server: Server, key: str = "", **fields: Any) -> int:

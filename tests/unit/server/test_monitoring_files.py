@@ -49,8 +49,7 @@ def dashboard_queries() -> Iterator[str]:
 
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
-    rules: list[dict[str, Any]] = group["rules"]
-    return rules
+    return group["rules"]
 
 
 QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]

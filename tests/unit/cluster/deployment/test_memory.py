@@ -53,11 +53,9 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
     )
     before = progress.num_loaded
     model = rank_components.load_model(deployment, rank)
-    assert model is not None
     assert progress.num_loaded - before == bytes_by_rank(deployment)[rank] == model.num_weight_bytes
     wanted = required_bytes(deployment, rank)
     info = deployment.target if rank else deployment.draft
-    assert info is not None
     copied = info.loaded(dtype, None) != info.stored
     assert wanted[WEIGHTS] == (model.num_weight_bytes if copied else 0)
     slots = num_slots(deployment.config, context=64, num_ranks=3, head=rank == 0)
@@ -72,7 +70,6 @@ def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
     deployment = planned("cluster.tensor_parallel=2", *settings)
     part = rank_components.load_model(deployment, rank, part=TPMember(0, 2))
-    assert part is not None
     assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
     slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
     assert slot * part.num_slots == part.num_kv_bytes
@@ -86,7 +83,6 @@ def test_devices_of_a_group_hold_what_was_foretold() -> None:
     deployment = planned("cluster.tensor_parallel=4", *settings)
     for member in range(4):
         part = rank_components.load_model(deployment, 1, part=TPMember(member, 4))
-        assert part is not None
         foretold = required_bytes(deployment, 1)[WEIGHTS]
         assert part.num_weight_bytes == pytest.approx(foretold, rel=0.001)
         assert part.num_kv_bytes <= part.num_slots * slot_bytes(deployment, deployment.target, 1)

@@ -212,7 +212,6 @@ def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
         with pytest.raises(WeightsPending):
             moves.plan({"beta/0"})
     ready.set()
-    assert moves._thread is not None
     moves._thread.join(PATIENCE_S)
     assert moves.plan({"beta/0"}) == deployment.assignment(deployment.without({"beta/0"}))
     (changed,) = asked

@@ -179,7 +179,6 @@ def test_a_plan_reads_the_text_where_it_lies(model):
     roots = [Tree(9000, 8000, 5, len(a.text.tokens) + 2, fed=False) for a in askers]
     rows = [root.rows(number, [ROOT]) for number, root in enumerate(roots, start=1)]
     plan = stage._plan(*stage._admit(Batch(4, np.concatenate(rows))))
-    assert plan is not None
     assert all(np.shares_memory(each.prefix, stage.pages.slots) for each in plan.segments)
     assert [len(segment.prefix) for segment in plan.segments] == [43, 10]
     assert [segment.prefix[-1] for segment in plan.segments] == plan.write.tolist()

@@ -55,8 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["plan", "--drafts", *arguments, *TIMES, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def test_models_at_hand_are_compared_with_suffixes(models, capsys):

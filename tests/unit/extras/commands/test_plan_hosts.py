@@ -59,8 +59,7 @@ def partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def divisions(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(text)["divisions"]
-    return found
+    return json.loads(text)["divisions"]
 
 
 @pytest.mark.parametrize("more", ["draft: a/0", "spares: 1"])

@@ -25,8 +25,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</to
 
 
 def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaFormat:
-    shape: OllamaFormat = dialects.shape_of(served, preparer, CHAT, ASKED | body)
-    return shape
+    return dialects.shape_of(served, preparer, CHAT, ASKED | body)
 
 
 def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:

@@ -35,8 +35,7 @@ def fields(**body: Any) -> dict[str, Any]:
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
-    shape: ResponsesFormat = dialects.shape_of(served, preparer, PATH, ASKED | body)
-    return shape
+    return dialects.shape_of(served, preparer, PATH, ASKED | body)
 
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
