@@ -93,13 +93,13 @@ def refused(cluster: Cluster, send: Callable[[], None]) -> ControllerError:
     raise AssertionError("nothing was refused")
 
 
-def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
+def test_a_verdict_reaches_every_rank_in_every_step(cluster):
     for step in range(20):
         verdict = b"verdict \x00\r\n %d" % step
         assert cluster.run_step(step, verdict) == [verdict] * 3
 
 
-def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -> None:
+def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster):
     cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     with cluster.ranks[3] as last:
@@ -109,7 +109,7 @@ def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -
         mistaken.complete([Task.parse("c:9:0")])
 
 
-def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster: Cluster) -> None:
+def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster):
     head = cluster.ranks[0]
     head.submit(step_graph(cluster.num_stages, 0))
     assert head.next_requests(1, wait=False) == []
@@ -120,7 +120,7 @@ def test_a_wait_for_a_verdict_ends_when_a_request_arrives(cluster: Cluster) -> N
     assert head.wait(prune(0, 0), or_request=True) == b"v"
 
 
-def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
+def test_announcements_can_be_awaited_in_any_order(cluster):
     for step in range(2):
         cluster.ranks[0].submit(step_graph(cluster.num_stages, step))
         cluster.ranks[3].complete([compute(3, step), prune(3, step)], b"%d" % step)
@@ -129,9 +129,7 @@ def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_thousands_of_steps_leave_no_more_behind_than_a_few(
-    cluster: Cluster, pipe: RedisConnection
-) -> None:
+def test_thousands_of_steps_leave_no_more_behind_than_a_few(cluster, pipe):
     def footprint() -> tuple[int, int]:
         cluster.settle()
         keys = pipe.call("KEYS", f"{{{cluster.namespace}}}:*")
@@ -156,9 +154,7 @@ def test_thousands_of_steps_leave_no_more_behind_than_a_few(
         ([compute(1, MAX_OPEN_STEPS)], "far ahead of the last submitted step 0"),
     ],
 )
-def test_a_completion_that_cannot_be_is_refused_at_the_next_call(
-    cluster: Cluster, tasks: list[Task], named: str
-) -> None:
+def test_a_completion_that_cannot_be_is_refused_at_the_next_call(cluster, tasks, named):
     cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     cluster.ranks[1].complete([compute(1, 0)])
@@ -168,7 +164,7 @@ def test_a_completion_that_cannot_be_is_refused_at_the_next_call(
     assert named in str(error)
 
 
-def test_a_rank_that_waits_in_vain_learns_that_it_was_refused(cluster: Cluster) -> None:
+def test_a_rank_that_waits_in_vain_learns_that_it_was_refused(cluster):
     cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     cluster.settle()
     with pytest.raises(GraphError, match="x:3:0"):  # noqa: PT012 - either may say it
@@ -189,16 +185,14 @@ A, B, C = compute(0, 0), compute(1, 0), prune(1, 0)
         (Graph(0, (C,), ((compute(0, 3), C),)), "from c:0:3, which is unknown"),
     ],
 )
-def test_a_graph_that_cannot_be_is_refused_whole(
-    cluster: Cluster, graph: Graph, named: str
-) -> None:
+def test_a_graph_that_cannot_be_is_refused_whole(cluster, graph, named):
     error = refused(cluster, lambda: cluster.ranks[0].submit(graph))
     assert isinstance(error, GraphError)
     assert named in str(error)
     assert cluster.run_step(0, b"v") == [b"v"] * 3  # as if nothing had been submitted
 
 
-def test_steps_follow_one_another_and_the_oldest_is_not_left_behind(cluster: Cluster) -> None:
+def test_steps_follow_one_another_and_the_oldest_is_not_left_behind(cluster):
     cluster.run_step(5, b"")
     cluster.settle()
     for send, said in (
@@ -218,7 +212,7 @@ def test_steps_follow_one_another_and_the_oldest_is_not_left_behind(cluster: Clu
     assert "while step 6 is not complete" in str(error)
 
 
-def test_rank_of_an_old_epoch_is_refused(cluster: Cluster) -> None:
+def test_rank_of_an_old_epoch_is_refused(cluster):
     cluster.ranks[0].submit(step_graph(cluster.num_stages, 0))
     assert epoch_control.begin_epoch(cluster.url, cluster.namespace) == cluster.epoch + 1
     error = refused(cluster, lambda: cluster.ranks[1].complete([compute(1, 0)]))
@@ -228,7 +222,7 @@ def test_rank_of_an_old_epoch_is_refused(cluster: Cluster) -> None:
         Controller(cluster.url, namespace=cluster.namespace, epoch=cluster.epoch, rank=1)
 
 
-def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> None:
+def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster):
     with ThreadPoolExecutor(1) as waiter:
         waiting = waiter.submit(cluster.ranks[2].wait, prune(2, 0), timeout=20)
         epoch_control.begin_epoch(cluster.url, cluster.namespace)
@@ -236,7 +230,7 @@ def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> No
             waiting.result(20)
 
 
-def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: RedisConnection) -> None:
+def test_an_old_epoch_leaves_nothing_that_stays(cluster, pipe):
     cluster.run_step(0, b"v")
     cluster.ranks[0].submit(step_graph(cluster.num_stages, 1))
     cluster.ranks[1].complete([compute(1, 7)])  # of a step that never comes
@@ -332,9 +326,7 @@ def histories(draw: st.DrawFn) -> list[tuple]:
 
 @settings(max_examples=100, deadline=None)
 @given(histories())
-def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
-    server: EmbeddedRedis, history: list[tuple]
-) -> None:
+def test_any_graph_completed_in_any_order_announces_what_the_reference_does(server, history):
     namespace = f"history-{next(numbers)}"
     keys = RedisKeys(namespace)
     epoch = epoch_control.begin_epoch(server.url, namespace)
@@ -371,7 +363,7 @@ def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
 # The scripts ---------------------------------------------------------------------------------
 
 
-def test_every_transition_states_its_contract_and_asks_for_no_time() -> None:
+def test_every_transition_states_its_contract_and_asks_for_no_time():
     for path in resource_dir("lua").glob("*.lua"):
         text = path.read_text()
         assert text.startswith(f"-- {path.stem}: ")
@@ -393,7 +385,7 @@ def guesses_of(step: int) -> DraftTokens:
     return DraftTokens(step, rows, rows + 7, -rows / 2)
 
 
-def test_the_last_stage_reads_what_the_head_has_published_since(cluster: Cluster) -> None:
+def test_the_last_stage_reads_what_the_head_has_published_since(cluster):
     head, last = cluster.ranks[0], cluster.ranks[-1]
     assert last.read_draft_tokens(5) == []
     for step in range(4):

@@ -80,7 +80,7 @@ class RecordingLink:
 # Epochs ---------------------------------------------------------------------------------------
 
 
-def test_each_new_epoch_wakes_waiting_workers(server: EmbeddedRedis) -> None:
+def test_each_new_epoch_wakes_waiting_workers(server):
     with beating(server) as heartbeat:
         for number in (1, 2, 3):
             with waiting_for(heartbeat, number - 1) as found:
@@ -94,7 +94,7 @@ def test_each_new_epoch_wakes_waiting_workers(server: EmbeddedRedis) -> None:
 # Aborting ------------------------------------------------------------------------------------
 
 
-def test_links_are_aborted_once_when_the_epoch_ends(server: EmbeddedRedis) -> None:
+def test_links_are_aborted_once_when_the_epoch_ends(server):
     begin(server)
     link = RecordingLink()
     with beating(server) as heartbeat:
@@ -116,7 +116,7 @@ def test_links_are_aborted_once_when_the_epoch_ends(server: EmbeddedRedis) -> No
         assert threading.get_ident() not in link.callers
 
 
-def test_block_does_not_end_while_its_links_are_aborted(server: EmbeddedRedis) -> None:
+def test_block_does_not_end_while_its_links_are_aborted(server):
     """The end of the block would close the link meanwhile."""
     begin(server)
     begun, ended = threading.Event(), threading.Event()
@@ -135,7 +135,7 @@ def test_block_does_not_end_while_its_links_are_aborted(server: EmbeddedRedis) -
     assert overlapped == [False]
 
 
-def test_an_epoch_that_is_over_is_not_guarded(server: EmbeddedRedis) -> None:
+def test_an_epoch_that_is_over_is_not_guarded(server):
     begin(server)
     link = RecordingLink()
     with beating(server) as heartbeat:
@@ -148,7 +148,7 @@ def test_an_epoch_that_is_over_is_not_guarded(server: EmbeddedRedis) -> None:
     assert link.callers == []
 
 
-def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server: EmbeddedRedis) -> None:
+def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server):
     begin(server)
     outer, inner = RecordingLink(), RecordingLink()
     with beating(server) as heartbeat:
@@ -161,9 +161,7 @@ def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server: Emb
     assert inner.callers == []
 
 
-def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(
-    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(server, monkeypatch):
     """As with a Redis of the user's, whose launcher was killed."""
     monkeypatch.setattr(heartbeat_module, "LAUNCHER_S", 0.5)
     monkeypatch.setattr(membership, "LAUNCHER_LEASE_S", 0.8)
@@ -177,9 +175,7 @@ def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(
             heartbeat.next(epoch)
 
 
-def test_a_worker_that_gloo_does_not_release_is_killed(
-    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_gloo_does_not_release_is_killed(server, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.2)
     begin(server)
     killed = threading.Event()
@@ -192,9 +188,7 @@ def test_a_worker_that_gloo_does_not_release_is_killed(
         assert killed.wait(PATIENCE_S)
 
 
-def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(
-    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(server, monkeypatch):
     """It finds out when it uses them next, which may take seconds."""
     monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.0)
     begin(server)
@@ -211,7 +205,7 @@ def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(
     assert not killed.is_set()
 
 
-def test_links_are_aborted_when_redis_goes_away(server: EmbeddedRedis) -> None:
+def test_links_are_aborted_when_redis_goes_away(server):
     """A rank's own connection is lost too, and its epoch with it."""
     begin(server)
     link = RecordingLink()
@@ -224,7 +218,7 @@ def test_links_are_aborted_when_redis_goes_away(server: EmbeddedRedis) -> None:
 # The lease ------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedis) -> None:
+def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server):
     with Membership(server.url, NAMESPACE) as shared:
         assert shared.alive([WORKER]) == {}
         with beating(server):
@@ -252,7 +246,7 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedi
 # A Redis that goes away -----------------------------------------------------------------------
 
 
-def test_a_redis_that_comes_back_is_reached_again(server: EmbeddedRedis) -> None:
+def test_a_redis_that_comes_back_is_reached_again(server):
     begin(server, "first")
     with beating(server) as heartbeat, Membership(server.url, NAMESPACE) as before:
         until(lambda: before.alive([WORKER]))
@@ -269,7 +263,7 @@ def test_a_redis_that_comes_back_is_reached_again(server: EmbeddedRedis) -> None
             until(lambda: shared.alive([WORKER]))
 
 
-def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> None:
+def test_a_redis_that_stays_away_too_long_is_given_up(server):
     begin(server)
     link = RecordingLink()
     with beating(server, patience_s=0.2) as heartbeat:
@@ -291,7 +285,7 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> 
     assert link.callers == []
 
 
-def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server: EmbeddedRedis) -> None:
+def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server):
     begin(server)
     with (
         beating(server) as heartbeat,
@@ -308,7 +302,7 @@ def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server: EmbeddedR
         heartbeat.check(heartbeat.next(0).number)
 
 
-def test_a_redis_that_takes_nothing_more_is_given_up(server: EmbeddedRedis) -> None:
+def test_a_redis_that_takes_nothing_more_is_given_up(server):
     begin(server)
     link = RecordingLink()
     with beating(server, patience_s=0.2) as heartbeat:

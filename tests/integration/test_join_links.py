@@ -100,7 +100,7 @@ def refused(token: Token, why: str) -> None:
         join(token)
 
 
-def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
+def test_a_token_lets_in_one_host_and_its_replay_none(cluster):
     token = cluster.token()
     with join(token) as host:
         assert host.name == "beta"
@@ -109,14 +109,14 @@ def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
     assert cluster.sessions.empty()
 
 
-def test_an_expired_token_lets_no_host_in(cluster: Cluster) -> None:
+def test_an_expired_token_lets_no_host_in(cluster):
     token = cluster.token()
     cluster.now = MINUTE
     refused(token, "this invitation has expired")
     assert cluster.sessions.empty()
 
 
-def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster: Cluster) -> None:
+def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster):
     token = cluster.token()
     for number in (0, 7, 19):
         secret = bytearray(token.secret)
@@ -132,7 +132,7 @@ def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster:
         pass  # it was not used up
 
 
-def test_a_host_says_nothing_about_itself_to_another_launcher(cluster: Cluster) -> None:
+def test_a_host_says_nothing_about_itself_to_another_launcher(cluster):
     """One that stands in the place of the launcher, and accepts every host."""
     token, sessions = cluster.token(), list[str]()
 
@@ -162,9 +162,7 @@ def test_a_host_says_nothing_about_itself_to_another_launcher(cluster: Cluster) 
     assert cluster.sessions.empty()
 
 
-def test_another_version_is_refused_before_the_token_is_used(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_refused_before_the_token_is_used(cluster, monkeypatch):
     token = cluster.token()
     with monkeypatch.context() as patch:
         patch.setattr(join_server, "own_version", lambda: "0.1.0, code 1")
@@ -174,7 +172,7 @@ def test_another_version_is_refused_before_the_token_is_used(
         pass
 
 
-def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
+def test_connections_without_a_token_are_closed(cluster):
     where = (cluster.server.address, cluster.server.port)
     greeting = b"SSH-2.0-stranger\r\n"
     for said in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", greeting + b"\0" * 100, b"1" * 2**18):
@@ -192,9 +190,7 @@ def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
         pass
 
 
-def test_more_connections_than_may_be_unproven_are_closed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_connections_than_may_be_unproven_are_closed(cluster, monkeypatch):
     monkeypatch.setattr(join_server, "MOST_UNPROVEN", 2)
     where = (cluster.server.address, cluster.server.port)
     with ExitStack() as stack:
@@ -209,7 +205,7 @@ def test_more_connections_than_may_be_unproven_are_closed(
         pass
 
 
-def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
+def test_a_name_that_is_taken_gets_a_number(cluster):
     with ExitStack() as stack:
         names = [
             stack.enter_context(join(cluster.token(), name)).name
@@ -218,7 +214,7 @@ def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
     assert names == ["alpha-2", "beta", "beta-2"]
 
 
-def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:
+def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster):
     token = cluster.token()
     with pytest.raises(HostFailed, match=r"address is '10\.0\.0\.256', which .* --address"):
         JoinedHost(token, "beta", ["cpu"], "10.0.0.256")
@@ -249,9 +245,7 @@ class Admission:
             self.left.set()
 
 
-def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(monkeypatch):
     admission = Admission(monkeypatch, hosts=3)
     with admission.made.server, ExitStack() as stack:
         admission.thread.start()
@@ -263,9 +257,7 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
     assert [host.name for host in admission.found[0].joined] == ["beta", "gamma"]
 
 
-def test_a_host_that_comes_again_under_its_name_joins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_that_comes_again_under_its_name_joins_anew(monkeypatch):
     attended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
 
     def look_after(session: HostSession, *_: object, joined: bool) -> None:
@@ -287,9 +279,7 @@ def test_a_host_that_comes_again_under_its_name_joins_anew(
 # --- programs ------------------------------------------------------------------------------------
 
 
-def test_a_program_runs_on_the_host_as_if_over_ssh(
-    joined: tuple[JoinedHost, HostSession, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_runs_on_the_host_as_if_over_ssh(joined, monkeypatch):
     monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
     _, session, _ = joined
     data = os.urandom(3 * 2**20)
@@ -321,9 +311,7 @@ def talking(
             yield program, errors
 
 
-def test_a_program_ends_when_the_launcher_hangs_up(
-    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
-) -> None:
+def test_a_program_ends_when_the_launcher_hangs_up(joined, talking):
     (host, _, _), (program, _) = joined, talking
     assert host._running
     program.kill()
@@ -331,9 +319,7 @@ def test_a_program_ends_when_the_launcher_hangs_up(
     until(lambda: not host._running, PATIENCE_S)
 
 
-def test_a_program_ends_with_its_connection(
-    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
-) -> None:
+def test_a_program_ends_with_its_connection(joined, talking):
     (host, session, _), (program, errors) = joined, talking
     broken(session)
     assert program.wait(PATIENCE_S) == NO_CONNECTION
@@ -351,11 +337,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_silent_host_is_found(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-    talking: tuple[programs.Program, IO[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_host_is_found(joined, talking, monkeypatch):
     """Its connection is open, but answers nothing, as that of a host without power."""
     (host, session, _), (program, errors) = joined, talking
     connect = joined_host.JoinedHost._connect
@@ -376,15 +358,13 @@ async def failing(*_: object) -> None:
     raise HostFailed("it has no network")
 
 
-def test_only_programs_of_pipespec_run_on_the_host(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
+def test_only_programs_of_pipespec_run_on_the_host(joined):
     _, session, _ = joined
     with pytest.raises(HostFailed, match="No module named timeit for hosts that join"):
         run_module(session.host, "timeit")
 
 
-def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluster) -> None:
+def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster):
     with running(join(cluster.token())):
         session = cluster.sessions.get(timeout=PATIENCE_S)
     until(lambda: not cluster.server._sessions)
@@ -399,9 +379,7 @@ def broken(session: HostSession) -> Connection:
     return first
 
 
-def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
+def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(joined):
     host, session, said = joined
     # Else the launcher of this test would let it go at once.
     changed, session.changed = session.changed, threading.Event()
@@ -419,7 +397,7 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
     session.changed = changed
 
 
-def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None:
+def test_a_host_that_was_dismissed_is_not_let_in_again(cluster):
     with join(cluster.token()) as host:
         session = cluster.sessions.get(timeout=PATIENCE_S)
         session.dismissed = session.leaving = True  # it was dismissed while it was away
@@ -430,7 +408,7 @@ def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None
             host.run(lambda _: None)
 
 
-def test_hosts_are_let_go_when_the_cluster_ends() -> None:
+def test_hosts_are_let_go_when_the_cluster_ends():
     cluster = Cluster()
     with cluster.server, join(cluster.token()) as host:
         said: list[str] = []
@@ -442,6 +420,6 @@ def test_hosts_are_let_go_when_the_cluster_ends() -> None:
     assert said == ["the cluster has ended"]
 
 
-def test_hosts_join_at_one_address_of_the_machine(cluster: Cluster) -> None:
+def test_hosts_join_at_one_address_of_the_machine(cluster):
     ours = [each for each in listening([os.getpid()]) if each.port == cluster.server.port]
     assert {each.address for each in ours if each.kind == "tcp"} == {ADDRESS}

@@ -169,9 +169,7 @@ def test_text_is_unchanged_when_redis_is_killed_or_hangs(struck, greedy):
     assert "Redis hung" in [fault.reason for fault in struck.cluster.faults[known:]]
 
 
-def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(
-    struck, greedy, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(struck, greedy, monkeypatch):
     server, find = struck.cluster.redis.server, embedded_redis.find_redis
     refused = iter([OSError(errno.ENOMEM, "no memory for a process")] * 3)
 
@@ -219,9 +217,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
 
 
 @pytest.mark.long
-def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
-    clusters, monkeypatch: pytest.MonkeyPatch
-):
+def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(clusters, monkeypatch):
     """Somebody has damaged its data, say."""
     with (  # noqa: PT012 - the block is the point
         pytest.raises(RankFailed, match="the data is damaged"),

@@ -165,7 +165,7 @@ def rig(hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ],
     ids=len,
 )
-def test_the_hub_sends_every_byte_once_however_many_hosts(split: list[int], rig: Rig) -> None:
+def test_the_hub_sends_every_byte_once_however_many_hosts(split, rig):
     assert rig.fetched(*rig.settings(split)).keys() <= set(NAMES)
     rig.require_sent_once()
     assert rig.hub.tokens_at_cdn == []
@@ -184,7 +184,7 @@ def test_the_hub_sends_every_byte_once_however_many_hosts(split: list[int], rig:
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig: Rig) -> None:
+def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig):
     """An entry with variables is a host of its own. In the second layout the launcher reads for it
     from beta, though nobody reads from the launcher at an address."""
     for split in ([8, 8], [12, 4]):
@@ -199,7 +199,7 @@ def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig: Rig) 
 
 
 @pytest.mark.long
-def test_two_starts_at_once_fetch_every_byte_once(rig: Rig) -> None:
+def test_two_starts_at_once_fetch_every_byte_once(rig):
     """Each folder's fetch waits for the other's, and finds what that one has fetched."""
     line = [sys.executable, "-m", "pipespec", "cache", "fetch", "--json", *rig.settings([4, 8, 4])]
     starts = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
@@ -211,9 +211,7 @@ def test_two_starts_at_once_fetch_every_byte_once(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
-    expected: list[int], rig: Rig
-) -> None:
+def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(expected, rig):
     assert main(["generate", *ASK, *rig.settings([5, 6, 5])]) == 0
     assert json.loads(rig.capsys.readouterr().out)["token_ids"] == expected
     rig.require_sent_once()
@@ -223,9 +221,7 @@ def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
 @pytest.mark.parametrize(
     "host", ["the launcher", pytest.param("beta", marks=pytest.mark.long)], ids=str
 )
-def test_a_process_that_is_killed_leaves_none_and_the_next_start_goes_on(
-    host: str, long: bool, rig: Rig
-) -> None:
+def test_a_process_that_is_killed_leaves_none_and_the_next_start_goes_on(host, long, rig):
     """Killed at several moments; nothing is fetched twice but what was under way."""
     assert inspect("org/model").path == Repository("org/model", COMMIT).folder
     kills, settings = 0, rig.settings([4, 12])
@@ -294,7 +290,7 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @pytest.mark.slow
-def test_a_folder_that_only_the_launcher_has_is_enough(rig: Rig) -> None:
+def test_a_folder_that_only_the_launcher_has_is_enough(rig):
     model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
     python = {"python": in_view(rig.folder, rig.folder / "only")}
     hosts = hosts_file(rig.folder, [5, 6, 5], beta=python, gamma=python)
@@ -309,9 +305,7 @@ def test_a_folder_that_only_the_launcher_has_is_enough(rig: Rig) -> None:
 @needs_root
 @pytest.mark.long
 @pytest.mark.parametrize("named", ["the host's entry", "model.target", "a GGUF file"])
-def test_a_folder_that_only_another_host_has_is_enough(
-    named: str, expected: list[int], rig: Rig
-) -> None:
+def test_a_folder_that_only_another_host_has_is_enough(named, expected, rig):
     only = rig.folder / "only"
     model = Path(shutil.copytree(rig.served, only / "model"))
     if named.startswith("a GGUF"):
@@ -346,7 +340,7 @@ def test_a_folder_that_only_another_host_has_is_enough(
 
 @needs_root
 @pytest.mark.slow
-def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
+def test_a_folder_of_another_host_that_lacks_files_is_named(rig):
     only = rig.folder / "only"
     model = Path(shutil.copytree(rig.served, only / "model"))
     gone = sorted(model.glob("*.safetensors"))[1]
@@ -370,7 +364,7 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
 @needs_root
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
+def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig):
     """From the launcher, which alone has the folder; the text goes on."""
     model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
     python, away = rig.folder / "python-beta", rig.folder / "away"
@@ -401,7 +395,7 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
     assert tokens and tokens == expected[: len(tokens)]
 
 
-def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig: Rig) -> None:
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig):
     rig.fetched(*rig.settings([4, 8, 4]))
     sent = rig.hub.weight_bytes
     assert rig.fetched(*rig.settings([4, 4, 8])).keys() == {"gamma"}  # beta has had layers 8 to 11
@@ -409,7 +403,7 @@ def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(ri
     assert UP.format(9) in rig.tensors("gamma")
 
 
-def test_a_host_without_its_address_is_named(rig: Rig) -> None:
+def test_a_host_without_its_address_is_named(rig):
     settings = rig.settings([4, 8, 4], beta={"address": "192.0.2.1"})
     assert main(["cache", "fetch", *settings]) == 2
     assert rig.capsys.readouterr().err == (
@@ -418,9 +412,7 @@ def test_a_host_without_its_address_is_named(rig: Rig) -> None:
     )
 
 
-def test_a_host_whose_disk_has_changed_drops_that_block(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_host_whose_disk_has_changed_drops_that_block(rig, caplog):
     rig.fetched(*rig.settings([4, 8, 4]))
     wrong = UP.format(9)
     (file,) = (each for each in rig.files("beta").values() if wrong in tensors_in(each))
@@ -453,7 +445,7 @@ def test_a_host_whose_disk_has_changed_drops_that_block(
         pytest.param("no hub from there", marks=pytest.mark.long),
     ],
 )
-def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, rig: Rig) -> None:
+def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why, rig):
     changes = {}
     if why.startswith("no hub"):
         env = {"XDG_CACHE_HOME": str(rig.folder / "beta"), "HF_HUB_OFFLINE": "1"}
@@ -465,7 +457,7 @@ def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, ri
     rig.require_sent_once()
 
 
-def test_a_host_that_cannot_write_its_cache_is_named(rig: Rig) -> None:
+def test_a_host_that_cannot_write_its_cache_is_named(rig):
     (rig.folder / "beta").touch()
     assert main(["cache", "fetch", *rig.settings([8, 8])]) == 2
     (line,) = rig.capsys.readouterr().err.splitlines()
@@ -473,7 +465,7 @@ def test_a_host_that_cannot_write_its_cache_is_named(rig: Rig) -> None:
     assert "cannot be written (Not a directory); make room or set XDG_CACHE_HOME" in line
 
 
-def test_what_was_fetched_is_listed_and_removed(rig: Rig) -> None:
+def test_what_was_fetched_is_listed_and_removed(rig):
     rig.fetched(*rig.settings([16]))
     assert main(["cache", "list", "--json"]) == 0
     (entry,) = json.loads(rig.capsys.readouterr().out)

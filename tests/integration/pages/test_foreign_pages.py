@@ -109,9 +109,7 @@ def lan(server: Server) -> str:
     return server.url.replace("127.0.0.1", "lan.test")
 
 
-def test_foreign_page_cancels_nothing_and_reads_nothing(
-    server: Server, browser: Any, elsewhere: str
-) -> None:
+def test_foreign_page_cancels_nothing_and_reads_nothing(server, browser, elsewhere):
     with server.openai() as client, page_of(browser, elsewhere) as page:
         stream = client.completions.create(prompt="Once", stream=True, **LONG)
         pieces = iter(stream)

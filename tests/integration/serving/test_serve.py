@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.system.folders import resource_dir
-from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.sandbox import PATIENCE_S
 from tests.helpers.serving import MODEL, NAME, Server, serving
 from tests.helpers.waiting import until
 from tests.integration.serving.conftest import CONTEXT
@@ -69,9 +69,7 @@ def strictly(kind: type[BaseModel], told: Any) -> Any:
 # --- text -------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_equal_hugging_face(
-    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
-) -> None:
+def test_greedy_tokens_equal_hugging_face(client, tokenizer, expected):
     for prompt, ids in zip(PROMPTS, expected, strict=True):
         for given in (prompt, tokenizer.encode(prompt)):
             told = client.completions.create(prompt=given, logprobs=0, **ASKED)
@@ -82,9 +80,7 @@ def test_greedy_tokens_equal_hugging_face(
             assert told.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
 
-def test_chat_equals_completion_of_the_rendered_template(
-    client: openai.OpenAI, tokenizer: Any
-) -> None:
+def test_chat_equals_completion_of_the_rendered_template(client, tokenizer):
     messages = [
         {"role": "developer", "content": "Be brief."},
         {
@@ -112,7 +108,7 @@ def test_chat_equals_completion_of_the_rendered_template(
     assert same.usage.prompt_tokens_details.cached_tokens == tokens - 1
 
 
-def test_streams_equal_whole_replies_in_valid_chunks(server: Server, client: openai.OpenAI) -> None:
+def test_streams_equal_whole_replies_in_valid_chunks(server, client):
     asked = ASKED | {"stream_options": {"include_usage": True}}
     whole = client.chat.completions.create(messages=HELLO, **ASKED)  # type: ignore[call-overload]
     chunks = server.chunks("/v1/chat/completions", asked | {"messages": HELLO})
@@ -139,7 +135,7 @@ def test_streams_equal_whole_replies_in_valid_chunks(server: Server, client: ope
     assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == told.choices[0].text
 
 
-def test_whole_replies_have_openais_types(server: Server) -> None:
+def test_whole_replies_have_openais_types(server):
     body = ASKED | {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}
     chat = strictly(ChatCompletion, server.http.post("/v1/chat/completions", json=body).json())
     assert all(len(token.top_logprobs) == 2 for token in chat.choices[1].logprobs.content)
@@ -160,9 +156,7 @@ def scored(ids: list[int]) -> tuple[torch.Tensor, list[float]]:
     return values, values.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
 
 
-def test_logprobs_equal_hugging_face(
-    server: Server, client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
-) -> None:
+def test_logprobs_equal_hugging_face(server, client, tokenizer, expected):
     prompt = tokenizer.encode(PROMPTS[0])
     values, own = scored([*prompt, *expected[0]])
     told = client.completions.create(prompt=prompt, logprobs=3, **ASKED).choices[0].logprobs
@@ -196,9 +190,7 @@ def test_logprobs_equal_hugging_face(
     assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
 
 
-def test_a_prompt_of_exactly_the_context_is_scored(
-    client: openai.OpenAI, expected: list[list[int]]
-) -> None:
+def test_a_prompt_of_exactly_the_context_is_scored(client, expected):
     prompt = (expected[0] * CONTEXT)[:CONTEXT]
     own = scored(prompt)[1]
     asked = {"echo": True, "logprobs": 1} | ASKED | {"max_tokens": 0}
@@ -213,7 +205,7 @@ def test_a_prompt_of_exactly_the_context_is_scored(
 # --- who leaves, and who comes in numbers -----------------------------------------------------
 
 
-def test_disconnected_client_cancels_its_requests(server: Server, client: openai.OpenAI) -> None:
+def test_disconnected_client_cancels_its_requests(server, client):
     def unfinished() -> float:
         return sum(server.metric(f"vllm:num_requests_{kind}") for kind in ("running", "waiting"))
 
@@ -240,7 +232,7 @@ def test_disconnected_client_cancels_its_requests(server: Server, client: openai
 # --- the other routes -------------------------------------------------------------------------
 
 
-def test_models_and_tokenize_routes(server: Server, client: openai.OpenAI, tokenizer: Any) -> None:
+def test_models_and_tokenize_routes(server, client, tokenizer):
     (model,) = client.models.list().data
     assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT)
     assert client.models.retrieve(MODEL) == model
@@ -260,9 +252,7 @@ def test_models_and_tokenize_routes(server: Server, client: openai.OpenAI, token
     assert (info["vocab_size"], info["model_max_length"]) == (len(tokenizer), CONTEXT)
 
 
-def test_cluster_metrics_count_the_requests(
-    server: Server, client: openai.OpenAI, tokenizer: Any
-) -> None:
+def test_cluster_metrics_count_the_requests(server, client, tokenizer):
     def told(name: str) -> float:
         return server.metric(name)
 
@@ -308,7 +298,7 @@ def test_cluster_metrics_count_the_requests(
 
 
 @pytest.mark.long
-def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
+def test_shutdown_finishes_running_requests(place):
     with serving(place, "--on", NAME, "--limit", f"shutdown_timeout={PATIENCE_S}") as server:
         asked = LONG | {"max_tokens": 100}
         stream = server.openai().completions.create(prompt="a", model=MODEL, stream=True, **asked)
@@ -319,7 +309,7 @@ def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
         assert server.process.wait(PATIENCE_S) == 0
 
 
-def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place: Sandbox) -> None:
+def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place):
     with serving(place, "--on", NAME) as ending:
         client, said = ending.openai(), ending.process.stderr
         stream = iter(client.completions.create(prompt="a", model=MODEL, stream=True, **LONG))

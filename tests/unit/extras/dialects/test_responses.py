@@ -69,7 +69,7 @@ def comparable(response: Response) -> dict[str, Any]:
 # --- requests ---------------------------------------------------------------------------------
 
 
-def test_items_become_messages() -> None:
+def test_items_become_messages():
     asked = [{"type": "input_text", "text": "What"}, {"type": "input_text", "text": "now?"}]
     thought = [{"type": "reasoning_text", "text": "Hm."}]
     said = [{"type": "output_text", "text": "I look.", "annotations": []}]
@@ -105,7 +105,7 @@ def test_items_become_messages() -> None:
     ]
 
 
-def test_fields_reach_the_request(preparer: Preparer) -> None:
+def test_fields_reach_the_request(preparer):
     body = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "top_k": 4, "stop": "x", "stream": True}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "user": "me"}
     request = dialects.prepared(preparer, PATH, ASKED | body)
@@ -130,9 +130,7 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
 # --- conversations ----------------------------------------------------------------------------
 
 
-def test_conversation_is_continued_with_what_was_kept(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_conversation_is_continued_with_what_was_kept(served, preparer):
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
     response, kept = shape.kept
@@ -150,7 +148,7 @@ def test_conversation_is_continued_with_what_was_kept(
     assert shape_of(served, preparer, store=False).kept is None
 
 
-def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Preparer) -> None:
+def test_conversation_without_input_is_continued(served, preparer):
     shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
     dialects.whole_of(shape, dialects.deltas("Hello."))
     body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
@@ -158,7 +156,7 @@ def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Pr
     assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]
 
 
-def test_name_of_a_conversation_depends_on_id_and_key() -> None:
+def test_name_of_a_conversation_depends_on_id_and_key():
     names = {kept_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
     assert len(names) == 6
     assert all(len(name) == 64 for name in names)
@@ -167,9 +165,7 @@ def test_name_of_a_conversation_depends_on_id_and_key() -> None:
 # --- replies ----------------------------------------------------------------------------------
 
 
-def test_stream_of_text_has_the_events_that_the_package_expects(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_stream_of_text_has_the_events_that_the_package_expects(served, preparer):
     answer = dialects.deltas('Say "é"\n')
     made = events(served, preparer, answer, instructions="Be kind.", tools=[TOOL])
     assert [event.type.removeprefix("response.") for event in made] == [
@@ -186,7 +182,7 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage is not None and told.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None:
+def test_reasoning_and_calls_are_items_of_their_own(thinking):
     preparer, texts = dialects.preparer(thinking), ["Hm, so.", "I look.", ARGUMENTS, ARGUMENTS]
     answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
     made = events(thinking, preparer, answer, tools=[TOOL])
@@ -208,7 +204,7 @@ def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None
     assert comparable(told) == comparable(response)
 
 
-def test_cut_answer_is_incomplete(served: ModelInfo, preparer: Preparer) -> None:
+def test_cut_answer_is_incomplete(served, preparer):
     made = events(served, preparer, dialects.deltas("Hello", reason="length"))
     assert made[-1].type == "response.incomplete"
     assert made[-1].response.incomplete_details.reason == "max_output_tokens"
@@ -216,9 +212,7 @@ def test_cut_answer_is_incomplete(served: ModelInfo, preparer: Preparer) -> None
     assert made[-2].item.status == "incomplete"
 
 
-def test_log_probabilities_of_all_tokens_are_reported(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_log_probabilities_of_all_tokens_are_reported(served, preparer):
     scores = TokenLogprobs(-0.5, ((5, -0.5), (6, -1.5)))
     first, *rest = dialects.deltas("Hello you", step=3)
     answer = [replace(first, text="", logprobs=(scores,))]
@@ -231,7 +225,7 @@ def test_log_probabilities_of_all_tokens_are_reported(
     assert len(item.content[0].logprobs) == 3  # type: ignore[union-attr]
 
 
-def test_failure_of_a_stream_is_a_failed_response(served: ModelInfo, preparer: Preparer) -> None:
+def test_failure_of_a_stream_is_a_failed_response(served, preparer):
     shape = shape_of(served, preparer)
     (sent,) = shape.failed(ApiError(503, "It is away."))
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

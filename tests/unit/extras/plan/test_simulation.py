@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,7 +177,7 @@ def test_times_follow_the_rows():
         ([0, 0], 0),
     ],
 )
-def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight: list[int], ms: float):
+def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight, ms):
     stage, link = TimeCurve(((1, 10.0), (4, 30.0))), TimeCurve(((1, 2.0), (4, 20.0)))
     pipeline = Machine((stage, stage), hop=link)
     assert pipeline.batch_ms(in_flight) == pytest.approx(ms)
@@ -191,9 +190,7 @@ def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight: list[int],
         pytest.param(120, [4, 1, 8, 16, 32], marks=pytest.mark.long),
     ],
 )
-def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
-    hop_ms: float, windows: list[int]
-):
+def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(hop_ms, windows):
     pipeline = machine(4, stage_ms=6.0, hop=hop(hop_ms), draft_ms=4.0)
     assert pipeline.windows() == windows
     (method,) = methods("best_first", rounds=["auto"])
@@ -210,9 +207,7 @@ def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
 
 
 @pytest.mark.parametrize(("overlap", "windows"), [(True, [1, 2, 4, 8]), (False, [1])])
-def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_it(
-    overlap: bool, windows: list[int]
-):
+def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_it(overlap, windows):
     far = machine(1, stage_ms=6.0, hop=hop(70.0), draft_ms=4.0, overlap=overlap)
     assert far.windows() == windows
     (method,) = methods("best_first", rounds=["auto"])
@@ -220,7 +215,7 @@ def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_i
 
 
 @pytest.mark.parametrize("in_flight", [1, 4, 16])
-def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight: int):
+def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight):
     pipeline = machine(4, hop=hop(20.0))
     ran = simulate(Root(), pipeline, PUBLISHED, rounds=1, num_tokens=20, in_flight=in_flight)
     assert ran.tbt_ms == pytest.approx(pipeline.plain_tbt_ms)
@@ -321,7 +316,7 @@ FLAT = {1: 2.0, 2: 2.0, 3: 2.0}
 HALVED = {1: 40.0, 2: 20.0, 3: 15.0}
 
 
-def test_every_division_uses_all_devices_once() -> None:
+def test_every_division_uses_all_devices_once():
     assert [*divisions(4)] == [
         Division(1, 3, 1),
         Division(1, 1, 3),
@@ -333,9 +328,7 @@ def test_every_division_uses_all_devices_once() -> None:
 
 
 @pytest.mark.parametrize(("target_ms", "draft_ms", "best"), [(HALVED, FLAT, 1), (FLAT, HALVED, 3)])
-def test_devices_go_where_they_shorten_the_time_most(
-    target_ms: dict[int, float], draft_ms: dict[int, float], best: int
-) -> None:
+def test_devices_go_where_they_shorten_the_time_most(target_ms, draft_ms, best):
     layouts = [
         each.layout(machine(1, target_ms[each.members], draft_ms=draft_ms[each.draft]))
         for each in divisions(4)
@@ -390,7 +383,7 @@ def test_what_the_plan_found_is_a_sentence_a_line(capsys):
     assert any(re.search(r"\d of \d speculating combinations would be slower", x) for x in said)
 
 
-def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
+def test_a_profile_is_read_and_options_come_before_it(tmp_path, capsys):
     file = tmp_path / "profile.json"
     few = ["plan", "policy=root", "--tokens", "5", "--json", "--profile", str(file)]
     two = {"stages": 2, "stage_ms": [["1:5"], [7.0]], "hop_ms": 1}
@@ -418,7 +411,7 @@ def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
         ('{"stage_ms": {}}', "stage_ms is {}"),
     ],
 )
-def test_a_profile_that_is_wrong_is_one_sentence(tmp_path: Path, capsys, content: str, part: str):
+def test_a_profile_that_is_wrong_is_one_sentence(tmp_path, capsys, content, part):
     file = tmp_path / "profile.json"
     file.write_text(content)
     assert main(["plan", "--profile", str(file)]) == 2
