@@ -117,9 +117,6 @@ def test_host_of_the_head_needs_the_targets_embedding_too(llama, tmp_path):
     assert {"4", "5", "embedding", "head"} == parts_of_rank(deployed(two), 0)["draft"]
 
 
-# --- what is refused -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "why"),
     [

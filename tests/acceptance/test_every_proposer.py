@@ -97,9 +97,6 @@ def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
     assert stats["hit_rate"] >= 0.5 * repeats / length
 
 
-# --- a mid-size model that scores the tree beside the head ---------------------------------------
-
-
 def cascade(folder, *settings: str):
     """The mid-size model is the target."""
     chosen = "proposer=cascade", f"model.mid={folder / 'target'}", "proposer.mid_rows=8"
@@ -134,9 +131,6 @@ def test_cascade_needs_a_mid_size_model_and_memory_for_it(folder):
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match="GiB on cpu"):
         require_memory(deployment, ranks, lambda device: wanted - 1)
-
-
-# --- a parallel draft ----------------------------------------------------------------------------
 
 
 def all_free(proposers: list) -> bool:

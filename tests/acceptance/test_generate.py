@@ -121,9 +121,6 @@ def test_interrupted_generate_leaves_no_process_or_key(place, sent):
     assert "Traceback" not in err
 
 
-# --- refused before any rank starts -------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "prompt", "said"),
     [

@@ -61,9 +61,6 @@ def llm(place: Sandbox) -> Iterator[LLM]:
         until(lambda: not place.processes())
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
 def test_the_tokens_are_those_of_hugging_face(llm, model, expected):
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
@@ -121,9 +118,6 @@ def test_what_a_request_cannot_have_is_refused(llm):
         list(llm.stream(PROMPTS[0], SamplingParams(n=2, temperature=1)))
 
 
-# --- where it is used -----------------------------------------------------------------------------
-
-
 def test_several_threads_may_use_it_at_once(llm, expected):
     with ThreadPoolExecutor(4) as threads:
         for outputs in threads.map(lambda _: llm.generate(PROMPTS, GREEDY), range(4)):
@@ -177,8 +171,6 @@ def test_an_llm_that_is_dropped_leaves_nothing(tmp_path, monkeypatch):
     until(lambda: not apart.processes())
     assert not list((tmp_path / "tmp").iterdir())
 
-
-# --- scripts --------------------------------------------------------------------------------------
 
 SCRIPT = f"""
 import torch

@@ -93,9 +93,6 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
     assert tokens == plain_loop(path, prompt, SAMPLED, TOKENS)
 
 
-# --- many requests, in real processes ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))
 def test_shared_prefixes_change_no_text(target, redis, policy, stages, monkeypatch):
     """Of two prompts that begin alike, and of a conversation."""

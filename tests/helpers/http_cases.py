@@ -103,9 +103,6 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             yield draw.choices(kinds, weights)[0](draw)
 
 
-# --- kinds --------------------------------------------------------------------------------------
-
-
 # Valid bodies by path, beside what all have.
 _HELLO = [{"role": "user", "content": "Hello"}]
 _ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
@@ -275,9 +272,6 @@ def broken_framing(draw: random.Random) -> Case:
     )
     name, sent = draw.choice(choices)
     return Case(f"framing: {name} {sent[:40]!r}", sent, half=True)
-
-
-# --- large ones ---------------------------------------------------------------------------------
 
 
 def message(content: Any) -> dict[str, Any]:

@@ -323,9 +323,6 @@ async def test_an_answer_that_was_taken_whole_is_not_interrupted_any_more():
     assert len(answer) == 0
 
 
-# --- callers that block -----------------------------------------------------------------------
-
-
 def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(head, running):
     known = head.enqueue(**ASKED)
     end(head, known)
@@ -336,9 +333,6 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(head, runn
             with pytest.raises(RankFailed, match="ended before the request was finished"):
                 client.run(unknown.next(LONG_S))
         assert client.run(answers.next(LONG_S)) == [(known, Finished("stop"))]
-
-
-# --- the connection ---------------------------------------------------------------------------
 
 
 async def test_a_call_cancelled_halfway_does_not_disturb_the_next(server, head):
@@ -367,9 +361,6 @@ async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(mo
         await asyncio.wait_for(connection.call("PING"), LONG_S)
     assert not connection.connected
     silent.close()
-
-
-# --- conversations ----------------------------------------------------------------------------
 
 
 async def test_conversations_are_kept_within_a_bound(server, running, monkeypatch):

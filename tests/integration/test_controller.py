@@ -240,9 +240,6 @@ def test_an_old_epoch_leaves_nothing_that_stays(cluster, pipe):
     assert all(pipe.call("TTL", key) > 0 for key in left)
 
 
-# Any graph, any order ------------------------------------------------------------------------
-
-
 @dataclass
 class Reference:
     """What the transitions of a graph do, the slow and obvious way."""
@@ -360,9 +357,6 @@ def test_any_graph_completed_in_any_order_announces_what_the_reference_does(serv
     pipe.close()
 
 
-# The scripts ---------------------------------------------------------------------------------
-
-
 def test_every_transition_states_its_contract_and_asks_for_no_time():
     for path in resource_dir("lua").glob("*.lua"):
         text = path.read_text()
@@ -375,9 +369,6 @@ def test_every_transition_states_its_contract_and_asks_for_no_time():
         assert "--- @include" not in script
         refusals |= {*re.findall(r"refuse\('(\w+)'", script)}
     assert refusals == set(ERRORS), "each code has an exception"
-
-
-# --- guesses of lossy requests ----------------------------------------------------------------
 
 
 def guesses_of(step: int) -> DraftTokens:

@@ -226,9 +226,6 @@ def test_addresses_at_which_hosts_cannot_be_reached(tmp_path, capsys):
     assert all(part in line for part, line in zip(parts, lines, strict=True))
 
 
-# --- the probe by itself ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def place() -> Endpoint:
     """Where a probe of a host called beta listens."""
@@ -303,9 +300,6 @@ def test_a_probe_ends_with_its_standard_input():
         assert [next(lines), next(lines)] == [{"version": own_version()}, {"result": None}]
         process.stdin.close()
         assert process.wait(60) == 0
-
-
-# --- hosts with addresses of their own --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

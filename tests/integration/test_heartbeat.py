@@ -77,9 +77,6 @@ class RecordingLink:
         assert self.rung.wait(PATIENCE_S), "the link was not aborted"
 
 
-# Epochs ---------------------------------------------------------------------------------------
-
-
 def test_each_new_epoch_wakes_waiting_workers(server):
     with beating(server) as heartbeat:
         for number in (1, 2, 3):
@@ -89,9 +86,6 @@ def test_each_new_epoch_wakes_waiting_workers(server):
         heartbeat.check(3)
         with pytest.raises(StaleEpoch, match="Epoch 2 is over"):
             heartbeat.check(2)
-
-
-# Aborting ------------------------------------------------------------------------------------
 
 
 def test_links_are_aborted_once_when_the_epoch_ends(server):
@@ -215,9 +209,6 @@ def test_links_are_aborted_when_redis_goes_away(server):
     assert len(link.callers) == 1
 
 
-# The lease ------------------------------------------------------------------------------------
-
-
 def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server):
     with Membership(server.url, NAMESPACE) as shared:
         assert shared.alive([WORKER]) == {}
@@ -238,12 +229,6 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server):
             until(renewed_twice)
             pipe.close()
         until(lambda: not shared.alive([WORKER]))
-
-
-# Suspicions -----------------------------------------------------------------------------------
-
-
-# A Redis that goes away -----------------------------------------------------------------------
 
 
 def test_a_redis_that_comes_back_is_reached_again(server):

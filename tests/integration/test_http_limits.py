@@ -51,9 +51,6 @@ def guarded(place: Sandbox) -> Iterator[Server]:
         yield server
 
 
-# --- before the key is checked ----------------------------------------------------------------
-
-
 def connected(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
@@ -181,9 +178,6 @@ def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-# --- connections ------------------------------------------------------------------------------
-
-
 @contextmanager
 def idle(server: Server, count: int) -> Iterator[None]:
     """Connections on which half a request was sent."""
@@ -222,9 +216,6 @@ def test_too_few_descriptors_are_refused_before_anything_starts(place: Sandbox) 
     assert process.returncode != 0
     assert "may open 90 files, but a server needs 108 at least" in said
     assert said.count("\n") == 1
-
-
-# --- the log ----------------------------------------------------------------------------------
 
 
 def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:

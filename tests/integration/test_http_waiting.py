@@ -163,9 +163,6 @@ def test_token_ids_are_kept_in_the_folder_that_the_user_names(redis, demo, tmp_p
     assert {line["target"] for line in lines} == {demo.target}
 
 
-# --- a cluster that loads ----------------------------------------------------------------------
-
-
 def test_requests_are_refused_until_the_cluster_is_ready(redis, demo):
     key = {"X-Api-Key": "sesame"}
     cluster = LateCluster()

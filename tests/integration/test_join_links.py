@@ -276,9 +276,6 @@ def test_a_host_that_comes_again_under_its_name_joins_anew(monkeypatch):
             assert attended.get(timeout=PATIENCE_S) == ("beta", False)
 
 
-# --- programs ------------------------------------------------------------------------------------
-
-
 def test_a_program_runs_on_the_host_as_if_over_ssh(joined, monkeypatch):
     monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
     _, session, _ = joined

@@ -52,9 +52,6 @@ def connect(num_ranks: int, place: str) -> DistributedTransport:
     )
 
 
-# --- entrypoints of ranks ---------------------------------------------------------------------
-
-
 def describe(place: str) -> None:
     print("to nobody's terminal")
     print("nor this", file=sys.stderr)
@@ -104,9 +101,6 @@ def end_with_a_signal() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- helpers ---------------------------------------------------------------------------------
-
-
 def pids_at(meeting: Path, num_ranks: int) -> list[int]:
     """The ranks' pids, once all of them have told theirs."""
     until(lambda: all((meeting / str(rank)).exists() for rank in range(num_ranks)))
@@ -152,9 +146,6 @@ def place(tmp_path) -> str:
 def meeting(tmp_path):
     (tmp_path / "meeting").mkdir()
     return tmp_path / "meeting"
-
-
-# --- tests -----------------------------------------------------------------------------------
 
 
 def test_ranks_know_their_place(tmp_path, meeting, monkeypatch, capfd):

@@ -158,9 +158,6 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     assert needs.layer_bytes == tuple(2 * size for size in stored.layers)
 
 
-# --- the command ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def measured(figures, monkeypatch):
     """The command finds these figures."""

@@ -80,9 +80,6 @@ def life(server: EmbeddedRedis) -> Iterator[Life]:
         yield Life(server.url, stack)
 
 
-# Epochs ---------------------------------------------------------------------------------------
-
-
 def test_newest_epoch_is_read_with_its_assignment(life):
     shared = life.worker()
     assert shared.epoch(0, SHORT_S) is None
@@ -110,9 +107,6 @@ def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(tmp_path, 
         assert shared.epoch(life.begin("plan") - 1, SHORT_S) == Epoch(1, "plan")
 
 
-# Suspicions -----------------------------------------------------------------------------------
-
-
 def test_each_suspicion_is_reported_once_in_order(life):
     teller, shared = life.worker(), life.worker()
     assert shared.suspicions(SHORT_S) == []
@@ -130,9 +124,6 @@ def test_each_suspicion_is_reported_once_in_order(life):
     assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
 
 
-# Leases ---------------------------------------------------------------------------------------
-
-
 def test_only_workers_that_said_so_are_alive(life):
     shared = life.worker()
     everybody = ["alpha/0", "alpha/1", "beta/0"]
@@ -143,9 +134,6 @@ def test_only_workers_that_said_so_are_alive(life):
     assert shared.loaded(everybody) == {"alpha/1": 0, "beta/0": 4096}
     assert life.worker().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
     assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
-
-
-# Ranks and their work -------------------------------------------------------------------------
 
 
 def test_ranks_attach_to_one_epoch(life):
@@ -226,9 +214,6 @@ def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life):
     assert shared.oldest_step(life.begin()) == 0
 
 
-# Where the ranks meet -------------------------------------------------------------------------
-
-
 def test_what_ranks_leave_for_one_another_is_that_of_their_epoch(life):
     epoch = life.begin()
     with LinkAddressTable(life.url, life.namespace, epoch) as one:
@@ -281,9 +266,6 @@ def test_rank_without_peers_says_that_it_found_none(life):
         store = RendezvousStore(table)
         with pytest.raises(DistStoreError, match=r"no answer within 0\.03 seconds"):
             store.wait(["1"], timedelta(seconds=SHORT_S))
-
-
-# A Redis that is gone -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -383,9 +383,6 @@ def test_a_rank_says_what_it_holds_and_what_is_expanded(packed):
     assert summary(cluster.make_deployment(plain, plain)) is None
 
 
-# --- FP8 ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("height", [1, 48, 160])
 def test_rows_of_a_matrix_are_those_of_the_whole(height):
     """Wherever its blocks end."""

@@ -94,9 +94,6 @@ def test_redis_notices_a_host_that_is_gone_without_a_word(server):
     pipe.close()
 
 
-# What packets show ---------------------------------------------------------------------------
-
-
 def test_nothing_that_redis_holds_can_be_read_from_packets(server):
     with Between(server.port) as relay:
         ask(moved(server.url_at(LOOPBACK), relay.port))
@@ -137,9 +134,6 @@ def test_a_password_is_needed_all_the_same(server):
         check_server(url.replace(password(server), "wrong"))
     with pytest.raises(Unreachable, match="refused the user name or password"):
         check_server(url.replace(f":{password(server)}@", ""))
-
-
-# Who is trusted ------------------------------------------------------------------------------
 
 
 def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
@@ -206,9 +200,6 @@ def test_the_clocks_of_the_hosts_need_not_agree(server, clock):
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
 
 
-# The server ----------------------------------------------------------------------------------
-
-
 def test_the_key_is_for_this_user_and_goes_with_the_server():
     with EmbeddedRedis(addresses=[HOST]) as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
@@ -221,9 +212,6 @@ def test_the_key_is_for_this_user_and_goes_with_the_server():
     with EmbeddedRedis() as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
         assert not list(folder.glob("*.pem")), "no other host connects"
-
-
-# A server without TLS ------------------------------------------------------------------------
 
 
 @pytest.fixture

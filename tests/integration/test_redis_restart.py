@@ -71,9 +71,6 @@ def kill(server: EmbeddedRedis) -> None:
     os.close(process)
 
 
-# The server ----------------------------------------------------------------------------------
-
-
 def test_a_server_outlives_the_thread_that_restarted_it(server):
     """The recovery's thread ends before the cluster does."""
     recovering = threading.Thread(target=server.restart)
@@ -279,9 +276,6 @@ def test_the_task_graph_is_not_kept(server):
     assert not any(":graph" in name for name in names)
 
 
-# Who goes on ---------------------------------------------------------------------------------
-
-
 def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(server, user):
     with user.follow() as followed:
         request = user.run(followed.submit(sampling=SamplingParams(), **ASKED))
@@ -361,8 +355,6 @@ def test_a_rank_does_not_come_back(server):
             call(*arguments)
     rank.close()
 
-
-# A cut link ----------------------------------------------------------------------------------
 
 SERVE = """
 import sys

@@ -186,9 +186,6 @@ def test_an_old_redis_and_something_else_are_refused(reply, said):
             check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
 
 
-# Writes --------------------------------------------------------------------------------------
-
-
 def full(pipe: RedisConnection, _: Path) -> None:
     pipe.call("CONFIG", "SET", "maxmemory", "1")
 

@@ -508,9 +508,6 @@ def test_requests_that_redis_has_evicted_hold_up_no_other(server, pipe, namespac
     assert not pipe.call("EXISTS", *rest)
 
 
-# --- what it occupies ---------------------------------------------------------------------------
-
-
 def test_what_answers_of_one_user_share_is_stored_once_and_goes_with_the_last(
     head, pipe, namespace
 ):

@@ -222,9 +222,6 @@ def test_signal_while_loading_leaves_nothing_behind(place):
     assert place.files() == []
 
 
-# --- one that says little, for several tests --------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, Server]]:
     with Sandbox(tmp_path_factory.mktemp("small")) as place:

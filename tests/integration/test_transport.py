@@ -84,9 +84,6 @@ def linked(
     )
 
 
-# --- entrypoints of ranks ---------------------------------------------------------------------
-
-
 def pipeline_rank(rank: int, num_ranks: int, place: str, kind: LinkKind, spins: bool) -> list[str]:
     store = FileStore(place)
     return run_pipeline(linked(store, rank, num_ranks, kind, spins=spins), num_ranks - 1)
@@ -147,9 +144,6 @@ def in_processes(entrypoint: Callable, *arguments: object, num_ranks: int) -> li
         return [rank.result(PATIENCE) for rank in ranks]
 
 
-# --- the contract ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     """The file in which the ranks of a test meet."""
@@ -185,8 +179,6 @@ def test_ends_between_processes(entrypoint: Callable, expected, kind, place):
     else:
         assert result == expected
 
-
-# --- somebody between two ranks ----------------------------------------------------------------
 
 STEPS = 4
 

@@ -117,9 +117,6 @@ def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str
     return json.loads(capsys.readouterr().out)["clusters"]
 
 
-# --- one cluster, many requests ---------------------------------------------------------------
-
-
 def test_requests_of_several_users_queue_and_each_gets_its_own_text(up, expected, capsys):
     (before,) = status(capsys)
 
@@ -352,9 +349,6 @@ def test_a_stranger_on_the_machine_gets_nowhere(up, tmp_path, expected, capfd):
     assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[0]]
     assert status(capfd)[0]["faults"] == faults
     assert not (tmp_path / "ruined").exists()
-
-
-# --- how a cluster ends -------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -35,9 +35,6 @@ def understood(words: list[str]) -> list[str]:
     return settings
 
 
-# --- Dockerfile ---------------------------------------------------------------------------------
-
-
 def test_base_images_are_pinned() -> None:
     names = {stage.name for stage in DOCKERFILE.stages}
     for device in ("cpu", "cuda"):
@@ -86,9 +83,6 @@ def test_command_and_health_check_fit_the_server() -> None:
     (health,) = DOCKERFILE.final.of("HEALTHCHECK")
     assert re.search(r"--interval=\S+ --timeout=\S+ --start-period=\S+", health.arguments)
     assert f"http://127.0.0.1:{arguments.port}/health" in health.arguments
-
-
-# --- compose.yaml -------------------------------------------------------------------------------
 
 
 def test_volumes_and_mounted_files_exist() -> None:

@@ -241,9 +241,6 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(PAGES) <= set(pages())
 
 
-# --- messages -----------------------------------------------------------------------------------
-
-
 def literals(module: ast.Module) -> Iterator[str]:
     """Every text of a module; what is filled in is a gap."""
     for node in ast.walk(module):

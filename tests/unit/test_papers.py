@@ -40,9 +40,6 @@ WANTED = {
 }
 
 
-# --- intervals ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
 def test_students_quantile_is_that_of_the_tables(freedom: int, quantile: float) -> None:
     assert intervals.student(freedom) == pytest.approx(quantile, abs=2e-3)
@@ -74,9 +71,6 @@ def test_what_two_methods_have_in_common_does_not_widen_the_interval_of_their_ra
     independent = intervals.ratio(2 * texts, random.permutation(ours))
     assert paired.low < 2 < paired.high
     assert paired.high - paired.low < 0.1 < independent.high - independent.low
-
-
-# --- cells --------------------------------------------------------------------------------------
 
 
 def test_run_leaves_out_its_first_batch_and_keeps_requests_apart() -> None:
@@ -125,9 +119,6 @@ def test_machines_have_the_times_of_the_whole_model() -> None:
     assert mixed.stages[0].ms(1) == 37.8 > mixed.stages[-1].ms(1)
     assert mixed.hop.ms(64) == pytest.approx(0.05 + 64 * 16384 * 8 / 1e7)
     assert interpolated({1: 2.0, 4: 8.0}, 2) == 4.0
-
-
-# --- tables -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

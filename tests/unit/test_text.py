@@ -161,9 +161,6 @@ def test_text_after_a_context_equals_what_decode_appends(context, after):
     assert text == whole(tokenizer, prompt + ids)
 
 
-# --- stop strings -----------------------------------------------------------------------------
-
-
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),

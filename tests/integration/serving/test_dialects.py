@@ -38,8 +38,6 @@ def llama(server: Server) -> ollama.Client:
     return ollama.Client(server.url, timeout=PATIENCE_S)
 
 
-# --- Anthropic --------------------------------------------------------------------------------
-
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": HELLO}
 GREEDY = {"temperature": 0}  # its package has no field for it any more
 
@@ -58,9 +56,6 @@ def test_anthropic_package_reads_messages_whole_and_streamed(server, claude):
     assert chat["choices"][0]["message"]["content"] == text
     counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, system="Be kind.")  # type: ignore[arg-type]
     assert counted.input_tokens == chat["usage"]["prompt_tokens"]
-
-
-# --- OpenAI's responses -----------------------------------------------------------------------
 
 
 def test_openai_package_reads_responses_whole_and_streamed(gpt):
@@ -97,9 +92,6 @@ def test_responses_continue_earlier_ones(gpt):
         with pytest.raises(openai.BadRequestError, match="There is no response") as refused:
             gpt.responses.create(**asked, input="Go on.", previous_response_id=unknown)
         assert refused.value.code == "previous_response_not_found"
-
-
-# --- Ollama -----------------------------------------------------------------------------------
 
 
 def test_ollama_package_reads_answers_whole_and_streamed(llama):

@@ -66,9 +66,6 @@ def strictly(kind: type[BaseModel], told: Any) -> Any:
     return kind.model_validate(told, strict=True, extra="forbid")
 
 
-# --- text -------------------------------------------------------------------------------------
-
-
 def test_greedy_tokens_equal_hugging_face(client, tokenizer, expected):
     for prompt, ids in zip(PROMPTS, expected, strict=True):
         for given in (prompt, tokenizer.encode(prompt)):
@@ -144,9 +141,6 @@ def test_whole_replies_have_openais_types(server):
     assert all(len(likely) >= 2 for likely in told.choices[1].logprobs.top_logprobs)
 
 
-# --- log-probabilities ------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def scored(ids: list[int]) -> tuple[torch.Tensor, list[float]]:
     """The target's log-probabilities after each token but the last, `[tokens - 1, vocab]`, and
@@ -202,9 +196,6 @@ def test_a_prompt_of_exactly_the_context_is_scored(client, expected):
         client.completions.create(prompt=[*prompt, 5], **asked)
 
 
-# --- who leaves, and who comes in numbers -----------------------------------------------------
-
-
 def test_disconnected_client_cancels_its_requests(server, client):
     def unfinished() -> float:
         return sum(server.metric(f"vllm:num_requests_{kind}") for kind in ("running", "waiting"))
@@ -227,9 +218,6 @@ def test_disconnected_client_cancels_its_requests(server, client):
         'vllm:request_success_total{engine="0",finished_reason="abort",model_name="demo"}' in lines
     )
     assert server.metric("pipespec_request_success_total") == left + 4
-
-
-# --- the other routes -------------------------------------------------------------------------
 
 
 def test_models_and_tokenize_routes(server, client, tokenizer):

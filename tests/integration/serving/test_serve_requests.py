@@ -48,9 +48,6 @@ def long_prompt() -> str:
     return f"{uuid.uuid4()}: once upon a time there was a girl who went to the park with her dog."
 
 
-# --- whose prompts are shared -----------------------------------------------------------------
-
-
 def test_prefix_cache_is_shared_only_within_a_cache_salt(server):
     prompt = long_prompt()
     assert cached(server, prompt=prompt, cache_salt="one") < 16
@@ -93,9 +90,6 @@ def test_redis_holds_nothing_comparable_with_an_api_key(place, private, monkeypa
     assert FIRST not in json.dumps(asked)
 
 
-# --- who can reach it ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", [(), ("--api-key", FIRST)])
 def test_reachable_server_without_api_key_warns_in_one_line(place, key):
     server = Server(place, "--on", NAME, "--host", "0.0.0.0", *key)
@@ -105,9 +99,6 @@ def test_reachable_server_without_api_key_warns_in_one_line(place, key):
     _, err = server.process.communicate(timeout=PATIENCE_S)
     expected = f"{server.url} may be reached from other machines and asks for no API key"
     assert err.count("\n") == err.count(expected) == int(not key)
-
-
-# --- X-Request-Id -----------------------------------------------------------------------------
 
 
 def test_every_reply_has_a_request_id(server, private):

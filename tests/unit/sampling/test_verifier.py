@@ -137,8 +137,6 @@ def test_rejected_draft_token_ends_the_path_and_does_not_count_for_penalties():
     assert mine.length == len(PROMPT) + 2
 
 
-# --- the lossy rules --------------------------------------------------------------------------
-
 # Of probability .47, .43, .06, .03, .00, .00.
 LOGITS = torch.tensor([5.0, 4.9, 3.0, 2.2, -9.0, -9.0])
 

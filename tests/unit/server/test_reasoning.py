@@ -257,9 +257,6 @@ def test_tag_in_structured_output_is_text(demo):
     assert answer.text_of("text") == '{"a": "</think>"}'
 
 
-# --- grammars ---------------------------------------------------------------------------------
-
-
 FORM = {
     "type": "json_schema",
     "json_schema": {
@@ -343,9 +340,6 @@ def test_grammar_is_alone_where_reasoning_is_off(demo):
     asked = dialects.prepared(preparer, CHATS, body | {"reasoning_effort": "none"})
     assert asked.parsed.reasoning is None
     assert "</think>" not in (asked.parsed.sampling_params[0].grammar or "")
-
-
-# --- replies ----------------------------------------------------------------------------------
 
 
 def test_chats_have_reasoning_content(demo):

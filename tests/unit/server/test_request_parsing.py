@@ -40,9 +40,6 @@ def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     return RequestParser(running).parse(asked)
 
 
-# --- what is asked ----------------------------------------------------------------------------
-
-
 def test_omitted_fields_have_openais_defaults(running):
     ask = completion(running)
     assert replace(ask.sampling_params[0], seed=0) == SamplingParams(temperature=1.0)
@@ -163,9 +160,6 @@ def test_older_names_of_structured_outputs_are_the_same(running):
         ("guided_grammar", "grammar", "start: /a+/"),
     ):
         assert grammar(**{old: value}) == grammar(structured_outputs={new: value}) != ""
-
-
-# --- what is answered -------------------------------------------------------------------------
 
 
 def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running):

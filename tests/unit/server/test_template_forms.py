@@ -197,8 +197,6 @@ def test_system_text_that_the_template_leaves_out_is_logged_once(demo, template,
     assert "leaves out the text of message 1, of the system" in line
 
 
-# --- several templates ------------------------------------------------------------------------
-
 DEFAULT = "{% for m in messages %}default {{ m.content }}{% endfor %}"
 FOR_TOOLS = HERMES.replace("{% if tools %}", "{% if tools %}for tools ")
 

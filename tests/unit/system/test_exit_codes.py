@@ -28,9 +28,6 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# --- bugs -------------------------------------------------------------------------------------
-
-
 def raising(error: BaseException) -> Callable[[], int]:
     def run() -> int:
         raise error
@@ -94,9 +91,6 @@ def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(error, ex
     with pytest.raises(KeyboardInterrupt):
         exit_code_of(run)
     assert capsys.readouterr().err == ""
-
-
-# --- standard streams -------------------------------------------------------------------------
 
 
 @pytest.mark.slow

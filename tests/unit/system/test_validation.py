@@ -34,9 +34,6 @@ BAD = [
 ]
 
 
-# --- files ------------------------------------------------------------------------------------
-
-
 def test_no_more_is_read_than_is_allowed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"abc")
@@ -69,16 +66,10 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         read_bytes(tmp_path / ("n" * 300))
 
 
-# --- JSON -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "why"), [*BAD, (DIGITS, "too many digits")])
 def test_json_that_cannot_be(text: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         parse_json(text.encode(errors="surrogateescape"))
-
-
-# --- values -----------------------------------------------------------------------------------
 
 
 class Part(TypedDict):

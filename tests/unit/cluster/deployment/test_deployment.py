@@ -34,9 +34,6 @@ def planned(*settings: str) -> Deployment:
     return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
 
 
-# --- NCCL -------------------------------------------------------------------------------------
-
-
 def on(*devices: str, backend: str = "nccl") -> Deployment:
     return replace(planned(f"transport.backend={backend}"), devices=devices)
 
@@ -140,17 +137,11 @@ def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path):
         pass
 
 
-# --- feed -------------------------------------------------------------------------------------
-
-
 def test_more_children_than_tokens_are_refused():
     tokens = planned().target.vocab_size
     assert planned(f"policy.children={tokens}").config.policy.children == tokens
     with pytest.raises(ConfigError, match=rf"policy\.children is {tokens + 1}, .*{tokens} tokens"):
         planned(f"policy.children={tokens + 1}")
-
-
-# --- several devices for a stage --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,9 +218,6 @@ def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost):
     found = deployment.assignment(deployment.without({lost}))
     assert found.workers == (f"{HERE}/0", f"{HERE}/1", f"{HERE}/5")
     assert found.followers == ((), (f"{HERE}/2",), (f"{HERE}/6",))
-
-
-# --- the address of this machine towards its hosts ---------------------------------------------
 
 
 def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(monkeypatch):

@@ -115,9 +115,6 @@ def test_graphs_of_layers_with_a_running_state_reserve_nodes():
     assert reserved("cuda:0", "[8]") < reserved("cuda:0", "[8,64]")
 
 
-# --- KV by memory -----------------------------------------------------------------------------
-
-
 def test_kv_slots_fit_memory_between_one_sequence_and_max_num_seqs():
     deployment = planned("model.context=100", "scheduler.max_num_seqs=5", "model.dtype=float32")
     info = deployment.target

@@ -100,9 +100,6 @@ def only(found: Sequence[Finding]) -> Finding:
     return found[0]
 
 
-# --- links ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("problem", "who", "parts"),
     [
@@ -141,9 +138,6 @@ def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file):
     ]
 
 
-# --- addresses --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -160,9 +154,6 @@ def test_a_host_that_cannot_listen_at_its_address(changes, part, hosts_file):
     found = only(diagnose(hosts_file, hosts, links))
     assert (found.error, found.hosts) == (True, ("alpha",))
     assert part in found.sentence
-
-
-# --- what the hosts have ----------------------------------------------------------------------
 
 
 def with_inventory(name: str, **changes: Any) -> dict[str, HostReport]:
@@ -291,9 +282,6 @@ def test_a_torch_without_cuda(device, error, tmp_path):
     found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error is error
     assert "but torch 2.9.0+cpu is built without CUDA" in found.sentence
-
-
-# --- the order of measurement -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -52,9 +52,6 @@ def deployment(tmp_path: Path) -> Deployment:
     return decide(compose([f"cluster={file}"]))
 
 
-# --- its end ----------------------------------------------------------------------------------
-
-
 class Peer:
     """A host that answers nothing until it is ended, or during whose answer the user presses
     Ctrl-C."""
@@ -117,9 +114,6 @@ def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
         assert [*lines_of(stream)] == [b"x"]
 
 
-# --- a host of another network or version -----------------------------------------------------
-
-
 def test_a_host_listens_at_a_name_that_it_alone_can_resolve(monkeypatch):
     monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
     made = Certificate.make()
@@ -151,9 +145,6 @@ def test_what_a_login_script_prints_is_ignored(tmp_path):
         assert peer.call("prepare") == 7
 
 
-# --- hosts that share a folder ----------------------------------------------------------------
-
-
 def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_again(
     tmp_path, monkeypatch
 ):
@@ -182,9 +173,6 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     assert hosts[0].offer([wanted], [wanted]) == []
     (entry,) = entries()
     assert not entry.whole_bytes
-
-
-# --- epochs that wait for their weights -------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -82,8 +82,6 @@ def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch):
     assert select.missing_requirement("triton", "cuda", "float32") is None
 
 
-# --- K and V in 8 bits ------------------------------------------------------------------------
-
 # The greatest error relative to the largest number of a head: half a step of the codes, and the
 # rounding of the scale.
 ERROR = {"int8": 0.5 / 127 + 2**-8, "fp8": 2**-4 + 2**-8}

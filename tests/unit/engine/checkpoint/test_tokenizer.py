@@ -87,9 +87,6 @@ def test_the_second_reading_needs_no_transformers(model):
     assert told.stdout.splitlines() == ["{{ 'changed' }}", ""]
 
 
-# --- what is refused --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO / "target", tmp_path / "model"))

@@ -28,9 +28,6 @@ SPECIAL = ["<s>", "<x>", "<unk>", "<|user|>", "<think>"]
 TYPES = [3, 3, 2, 3, 4]
 
 
-# --- against llama.cpp ------------------------------------------------------------------------
-
-
 def learn(*, raw: bool) -> dict[str, Any]:
     """The metadata of a vocabulary whose merges reach over what any split cuts, so that other
     pieces are other tokens. A tenth of the merges is left out: their tokens are found only by
@@ -179,9 +176,6 @@ def test_texts_end_at_the_tokens_of_llama_cpp(tmp_path, learnt, tokens, named, e
     assert found == llama_cpp.Vocabulary(llama_cpp.write(tmp_path / "it.gguf", fields)).ends
     # Those that are known by their texts are tokens wherever they are, of whatever type.
     agree(tmp_path, fields, [f"a{token} b" for token in tokens])
-
-
-# --- the rest ---------------------------------------------------------------------------------
 
 
 def test_special_tokens_keep_their_ids():

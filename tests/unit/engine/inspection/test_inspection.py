@@ -84,9 +84,6 @@ def refused(path: Path, why: str) -> None:
     assert re.search(why, refusal(path))
 
 
-# --- what is told -----------------------------------------------------------------------------
-
-
 def test_a_checkpoint_is_described(llama):
     info = inspect(llama)
     assert info.path == llama
@@ -267,9 +264,6 @@ def test_what_fits_is_remembered(tmp_path, monkeypatch):
         inspect(build("llama", tmp_path / "other", hidden_act="relu"))
 
 
-# --- files that are refused -------------------------------------------------------------------
-
-
 NESTED = "[" * 3000 + "]" * 3000
 
 
@@ -392,9 +386,6 @@ def test_a_missing_or_unreadable_file_is_named(copy):
     assert "holds no config.json" in refusal(copy)
     os.mkfifo(copy / "config.json")  # which is not waited for
     assert "config.json cannot be read (it is no regular file)" in refusal(copy)
-
-
-# --- tensors that are refused -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", by_kind())

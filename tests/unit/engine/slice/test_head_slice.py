@@ -37,9 +37,6 @@ def computed(head: HeadSlice, features: Tensor) -> tuple[Tensor, Tensor]:
     return head.logits(found), found
 
 
-# --- EAGLE-3 ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama() -> Path:
     return models.shared("llama")
@@ -83,9 +80,6 @@ def test_layers_that_a_head_reads_are_those_of_its_config(tmp_path, config, taps
     folder = heads.write_eagle3(tmp_path / "head", target, layers=taps, **config)
     info = inspect_head(folder, inspect(target))
     assert info.head is not None and info.head.taps == taps
-
-
-# --- MTP -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", MTP)

@@ -102,9 +102,6 @@ def test_the_shipped_data_set_is_whole_and_a_limit_takes_of_every_benchmark():
     assert len(names) == 4
 
 
-# --- when they are handed in --------------------------------------------------------------------
-
-
 def test_without_a_rate_all_are_due_at_once():
     assert Load(None).due_s(3) == [0, 0, 0]
 

@@ -59,9 +59,6 @@ def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Me
     return Message.model_validate(dialects.whole_of(shape, answer), strict=True, extra="forbid")
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
 def test_conversation_with_tools_becomes_a_chat(preparer):
     cached = {"cache_control": {"type": "ephemeral"}}
     used = {"id": "a", "name": "get_weather", "input": {"city": "Bern"}}
@@ -145,9 +142,6 @@ def test_count_of_tokens_is_the_length_of_the_prompt(preparer):
     assert isinstance(reply, bytes)
     request = dialects.prepared(preparer, PATH, body | {"max_tokens": 1})
     assert json.loads(reply) == {"input_tokens": len(request.parsed.prompts[0])}
-
-
-# --- replies ----------------------------------------------------------------------------------
 
 
 def test_stream_of_text_has_the_events_that_the_package_expects(served, preparer):

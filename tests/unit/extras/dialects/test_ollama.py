@@ -35,9 +35,6 @@ def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in sent.splitlines()]
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
 def test_options_reach_the_request(preparer):
     options = {"temperature": 0, "top_p": 0.9, "top_k": 5, "seed": 7, "num_predict": 9}
     options |= {"repeat_penalty": 1.1, "stop": ["x"], "num_ctx": 4096, "repeat_last_n": 64}
@@ -134,9 +131,6 @@ def test_name_without_a_tag_is_the_same_as_with_latest(served, served_name, aske
         return
     assert dialects.prepared(preparer, CHAT, ASKED | {"model": asked}).model == found
     assert isinstance(preparer.prepare(SHOW, json.dumps({"model": asked}).encode()), bytes)
-
-
-# --- replies ----------------------------------------------------------------------------------
 
 
 def test_stream_of_text_is_read_by_the_package(served, preparer):

@@ -66,9 +66,6 @@ def comparable(response: Response) -> dict[str, Any]:
     return told
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
 def test_items_become_messages():
     asked = [{"type": "input_text", "text": "What"}, {"type": "input_text", "text": "now?"}]
     thought = [{"type": "reasoning_text", "text": "Hm."}]
@@ -127,9 +124,6 @@ def test_fields_reach_the_request(preparer):
     assert request.parsed.tool_use is not None and request.parsed.sampling_params[0].grammar
 
 
-# --- conversations ----------------------------------------------------------------------------
-
-
 def test_conversation_is_continued_with_what_was_kept(served, preparer):
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
@@ -160,9 +154,6 @@ def test_name_of_a_conversation_depends_on_id_and_key():
     names = {kept_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
     assert len(names) == 6
     assert all(len(name) == 64 for name in names)
-
-
-# --- replies ----------------------------------------------------------------------------------
 
 
 def test_stream_of_text_has_the_events_that_the_package_expects(served, preparer):

@@ -310,8 +310,6 @@ def test_ways_that_do_not_differ_are_predicted_once():
         methods("nothing")
 
 
-# --- devices of one host: draft or target ---------------------------------------------------------
-
 FLAT = {1: 2.0, 2: 2.0, 3: 2.0}
 HALVED = {1: 40.0, 2: 20.0, 3: 15.0}
 
@@ -338,9 +336,6 @@ def test_devices_go_where_they_shorten_the_time_most(target_ms, draft_ms, best):
     predicted = predict_all(layouts, [method], PUBLISHED, num_tokens=80)
     assert len(predicted) == 3
     assert predicted[0].layout.startswith(f"{best} + 1 x ")
-
-
-# --- the command ------------------------------------------------------------------------------
 
 
 def test_json_holds_the_input_and_the_predictions(capsys):

@@ -210,9 +210,6 @@ def test_a_name_does_not_lead_out_of_the_repository(hub, client):
         client.signed_urls([f"../../../other/resolve/{COMMIT}/{NAME}"])
 
 
-# --- blocks -----------------------------------------------------------------------------------
-
-
 class Beta:
     """A host that sends what it has, and fails at a byte."""
 
