@@ -41,10 +41,7 @@ WAYS = [
         for policy, settings in POLICIES.items()
         if policy not in ("best_first", "level")
     ),
-    pytest.param(
-        ("policy=level", "policy.width=4", "proposer.rounds=3"),
-        marks=pytest.mark.long,
-    ),
+    pytest.param(("policy=level", "policy.width=4", "proposer.rounds=3"), marks=pytest.mark.long),
 ]
 
 

@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.documentation import (
-    LANGUAGES,
-    PARSED,
-    RUN,
-    Block,
-    Page,
-    blocks,
-    pages,
-)
+from tests.helpers.documentation import LANGUAGES, PARSED, RUN, Block, Page, blocks, pages
 from tests.helpers.sandbox import Sandbox
 
 SHORTEST_REASON = 3  # words

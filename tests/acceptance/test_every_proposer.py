@@ -60,8 +60,7 @@ def decoded(deployment, redis) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "policy", "stages"),
-    some_of(PROPOSERS, POLICIES, [1, 3], share=5),
+    ("proposer", "policy", "stages"), some_of(PROPOSERS, POLICIES, [1, 3], share=5)
 )
 def test_every_proposer_and_policy_gives_the_text_of_hugging_face(
     folder, expected, redis, proposer, policy, stages

@@ -124,8 +124,7 @@ def test_padded_embeddings_change_no_text(tmp_path, redis, rows, draft_rows):
 
 
 @pytest.mark.parametrize(
-    ("policy", "stages"),
-    [pytest.param("level", 1, marks=pytest.mark.long), ("best_first", 3)],
+    ("policy", "stages"), [pytest.param("level", 1, marks=pytest.mark.long), ("best_first", 3)]
 )
 @pytest.mark.parametrize("architecture", SPECIAL)
 def test_unusual_architectures_give_the_text_of_hugging_face(

@@ -111,15 +111,8 @@ _USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Ber
 _DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 _CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
-    CHAT: (
-        {"messages": _HELLO},
-        {"messages": _HELLO, "tools": [TOOL], "tool_choice": "auto"},
-    ),
-    COMPLETIONS: (
-        {"prompt": "Once"},
-        {"prompt": ["a", "b"]},
-        {"prompt": [[5], [6, 7]]},
-    ),
+    CHAT: ({"messages": _HELLO}, {"messages": _HELLO, "tools": [TOOL], "tool_choice": "auto"}),
+    COMPLETIONS: ({"prompt": "Once"}, {"prompt": ["a", "b"]}, {"prompt": [[5], [6, 7]]}),
     TOKENIZE: ({"prompt": "Once"}, {"messages": _HELLO}),
     DETOKENIZE: ({"tokens": [5, 6, 7]},),
     RESPONSES: (

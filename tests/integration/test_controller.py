@@ -19,14 +19,7 @@ from pipespec.controller.lua_scripts import ERRORS, evalsha, load_scripts
 from pipespec.controller.rank_controller import MAX_OPEN_STEPS, Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.task_graph import (
-    Graph,
-    Task,
-    compute,
-    prune,
-    step_graph,
-    transfer,
-)
+from pipespec.controller.task_graph import Graph, Task, compute, prune, step_graph, transfer
 from pipespec.core import DraftTokens
 from pipespec.errors import ControllerError, GraphError, StaleEpoch
 from pipespec.system.folders import resource_dir

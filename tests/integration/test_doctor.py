@@ -18,12 +18,7 @@ import yaml
 
 from pipespec.cli.main import main
 from pipespec.cluster.diagnostics import examine_hosts, probe
-from pipespec.cluster.diagnostics.probe import (
-    Endpoint,
-    NotReached,
-    PeerConnection,
-    ProbeListener,
-)
+from pipespec.cluster.diagnostics.probe import Endpoint, NotReached, PeerConnection, ProbeListener
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import interfaces
 from pipespec.system.versions import own_version

@@ -40,10 +40,7 @@ def bed() -> Iterator[Testbed]:
 
 
 def generate(
-    bed: Testbed,
-    entry: dict[str, Any],
-    failed: Callable[[psutil.Process], bool],
-    *settings: str,
+    bed: Testbed, entry: dict[str, Any], failed: Callable[[psutil.Process], bool], *settings: str
 ) -> tuple[str, float]:
     """What the command says when the faulty host's entry in the hosts file is changed, and how
     many seconds after the failure it ends. `failed`: whether the host of this command has."""

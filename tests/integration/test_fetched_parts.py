@@ -93,8 +93,7 @@ LONG = ("one file", "gptq", "awq", "gguf")
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE],
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE]
 )
 def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     kind, hub, tmp_path, monkeypatch

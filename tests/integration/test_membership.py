@@ -31,11 +31,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.redis_connection import (
-    ANSWER_TIMEOUT_S,
-    RedisConnection,
-    check_server,
-)
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection, check_server
 from pipespec.controller.task_graph import compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
@@ -313,8 +309,7 @@ WORKS, WAITS = "1 1", "2 0"
 
 
 @pytest.mark.parametrize(
-    ("told", "stalls"),
-    [((WAITS, WAITS), True), ((WAITS, WORKS), False), ((WAITS, None), False)],
+    ("told", "stalls"), [((WAITS, WAITS), True), ((WAITS, WORKS), False), ((WAITS, None), False)]
 )
 def test_ranks_that_all_wait_stall_and_one_that_works_takes_its_time(
     life, told, stalls, monkeypatch

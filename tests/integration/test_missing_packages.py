@@ -121,10 +121,7 @@ def test_torch_leaves_no_folder_in_the_temporary_one(tmp_path):
     """Also where nothing is known of the model yet, so that Transformers is asked."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    environment = os.environ | {
-        "TMPDIR": str(temporary),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+    environment = os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it, in this process too
     subprocess.run(
         [sys.executable, "-m", "pipespec", *GENERATE],

@@ -139,9 +139,7 @@ def test_integers_of_eight_bits_become_plain_weights(packed, tmp_path):
     """As Transformers makes them of the whole model."""
     path = integers(packed("awq")[1], tmp_path / "bytes")
     expected = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float16,
-        quantization_config=CompressedTensorsConfig(dequantize=True),
+        path, dtype=torch.float16, quantization_config=CompressedTensorsConfig(dequantize=True)
     ).state_dict()
     info = inspect(path)
     for i in range(NUM_LAYERS):

@@ -127,13 +127,7 @@ def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
     assert ask(struck) == greedy
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [
-        (1, signal.SIGSEGV),
-        (0, signal.SIGSTOP),
-    ],
-)
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGSEGV), (0, signal.SIGSTOP)])
 def test_rank_that_hangs_or_ends_by_another_signal_is_replaced_and_no_other(
     struck, greedy, rank, number
 ):
@@ -158,11 +152,7 @@ def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
 def test_text_is_unchanged_when_redis_is_killed_or_hangs(struck, greedy):
     server = struck.cluster.redis.server
     known = len(struck.cluster.faults)
-    for at, number in (
-        (EARLY, signal.SIGKILL),
-        (LATE, signal.SIGKILL),
-        (EARLY, signal.SIGSTOP),
-    ):
+    for at, number in ((EARLY, signal.SIGKILL), (LATE, signal.SIGKILL), (EARLY, signal.SIGSTOP)):
         pid = server.pid
         assert ask(struck, at=at, fault=lambda: os.kill(server.pid, number)) == greedy  # noqa: B023
         until(lambda pid=pid: server.pid != pid, PATIENCE_S, "Redis was not started again")
@@ -233,8 +223,7 @@ def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(clus
 
 
 @pytest.mark.parametrize(
-    ("asked", "settings"),
-    [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)],
+    ("asked", "settings"), [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)]
 )
 def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
     clusters, asked, settings

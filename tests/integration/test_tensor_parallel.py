@@ -108,8 +108,7 @@ def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [way if way in OFTEN else pytest.param(way, marks=pytest.mark.long) for way in WAYS],
+    "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
 )
 def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     assert answers(cluster, prompts, way) == expected

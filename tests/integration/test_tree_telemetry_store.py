@@ -10,10 +10,7 @@ import pytest
 from pipespec.controller.async_request_log import WATCH_S, AsyncRequestLog, TelemetryReader
 from pipespec.controller.cluster_status import Unfinished
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.rank_controller import (
-    KEEP_PUBLISHED_S,
-    MAX_PUBLISHED_STEPS,
-)
+from pipespec.controller.rank_controller import KEEP_PUBLISHED_S, MAX_PUBLISHED_STEPS
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import StaleEpoch

@@ -78,8 +78,7 @@ def test_what_needs_a_missing_satellite_is_refused_in_one_sentence_and_no_more(
 
 
 @pytest.mark.parametrize(
-    "missing",
-    ["extras", *(pytest.param(name, marks=pytest.mark.long) for name in [*FOLDERS][1:])],
+    "missing", ["extras", *(pytest.param(name, marks=pytest.mark.long) for name in [*FOLDERS][1:])]
 )
 def test_generate_and_serve_need_no_satellite(place: Sandbox, missing: str, tmp_path: Path) -> None:
     code, text, said = place.run("generate", "--prompt", "Once", *SMALL, cwd=tmp_path)

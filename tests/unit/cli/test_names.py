@@ -62,5 +62,5 @@ def test_keys_of_a_file_may_have_names(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("alice: sk-1\n\nsk-2\nsk:3=\n")
     assert read_keys([f"@{file}", "first"]) == [
-        *(("", "first"), ("alice", "sk-1"), ("", "sk-2"), ("", "sk:3="), ("", "last")),
+        *(("", "first"), ("alice", "sk-1"), ("", "sk-2"), ("", "sk:3="), ("", "last"))
     ]

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.config.choices import (
-    default,
-    default_choices,
-    groups,
-    options,
-    read_choice,
-    settings,
-)
+from pipespec.config.choices import default, default_choices, groups, options, read_choice, settings
 from pipespec.config.compose import compose
 from pipespec.config.schema import ClusterConfig, DecodeConfig, RunConfig, SchedulingConfig, masked
 from pipespec.controller.controller_settings import ControllerConfig
@@ -24,10 +17,7 @@ from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import EmulatedMachine
-from pipespec.extras.emulation.synthetic_proposer import (
-    SyntheticCascadeConfig,
-    SyntheticConfig,
-)
+from pipespec.extras.emulation.synthetic_proposer import SyntheticCascadeConfig, SyntheticConfig
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy

@@ -5,14 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.controller.task_graph import (
-    Task,
-    TaskKind,
-    compute,
-    prune,
-    step_graph,
-    transfer,
-)
+from pipespec.controller.task_graph import Task, TaskKind, compute, prune, step_graph, transfer
 
 
 @given(st.integers(1, 24), st.integers(0, 50))

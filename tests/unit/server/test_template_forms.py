@@ -103,11 +103,7 @@ def test_template_that_expects_parts_gets_parts(demo, path, content):
     ("template", "messages", "expected"),
     [
         (LLAVA, ASKED, "Be kind. USER: Hi ASSISTANT: Hello. USER: How are you? ASSISTANT:"),
-        (
-            SMOLVLM,
-            ASKED[1:],
-            "User: Hi|Assistant: Hello.|User: Howare you?|Assistant:",
-        ),
+        (SMOLVLM, ASKED[1:], "User: Hi|Assistant: Hello.|User: Howare you?|Assistant:"),
         (MIXED, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>Howare you?"),
         (CAPITALS, ASKED, "<system>BE KIND.<user>HI<assistant>HELLO.<user>HOWARE YOU?"),
         (TEXTS, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>How\nare you?"),

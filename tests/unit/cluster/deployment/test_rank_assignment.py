@@ -14,8 +14,7 @@ layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: rang
 
 
 @pytest.mark.parametrize(
-    ("seal", "sealed"),
-    [("auto", [False, True, False]), ("yes", [True] * 3), ("no", [False] * 3)],
+    ("seal", "sealed"), [("auto", [False, True, False]), ("yes", [True] * 3), ("no", [False] * 3)]
 )
 def test_links_between_hosts_are_sealed_unless_the_setting_says_otherwise(seal, sealed):
     assignment = RankAssignment(("a/0", "a/1", "b/0", "b/2"), (range(3), range(3, 8), range(8, 9)))
@@ -39,8 +38,7 @@ def test_follower_is_a_member_of_the_rank_of_its_leader():
 
 
 @given(
-    workers=st.lists(names, unique=True, min_size=1).map(tuple),
-    layers=st.lists(layers).map(tuple),
+    workers=st.lists(names, unique=True, min_size=1).map(tuple), layers=st.lists(layers).map(tuple)
 )
 def test_decoding_inverts_encoding(workers, layers):
     host = Host("beta", "10.0.0.2", f"{JOINED}/run/socket", devices=("cuda:0", "cuda:1"))

@@ -57,8 +57,7 @@ def edit_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "differ"),
-    [(edit_config, "config"), (edit_index, "index"), (cut_a_shard, "shards")],
+    ("change", "differ"), [(edit_config, "config"), (edit_index, "index"), (cut_a_shard, "shards")]
 )
 def test_a_change_shows_in_its_part_alone(change, differ, sharded, tmp_path):
     copy = shutil.copytree(sharded, tmp_path / "copy")

@@ -6,11 +6,7 @@ import string
 
 import pytest
 
-from pipespec.cluster.host_link.token import (
-    FINGERPRINT_BYTES,
-    SECRET_BYTES,
-    Token,
-)
+from pipespec.cluster.host_link.token import FINGERPRINT_BYTES, SECRET_BYTES, Token
 from pipespec.errors import ConfigError
 
 TOKEN = Token(

@@ -51,10 +51,7 @@ PROGRAMS = {
     "worker": [
         (imports(*WORKER), [*OPTIONAL, *OF_OTHERS, *([] if num_cuda() else ["triton"])]),
         # Until a request has a grammar.
-        (
-            f"{DEMO}with rank_grammars(demo, 0) as found: found._thread.shutdown()",
-            ["llguidance"],
-        ),
+        (f"{DEMO}with rank_grammars(demo, 0) as found: found._thread.shutdown()", ["llguidance"]),
     ],
     "worker of which torchao makes the weights": [
         (f"{imports('torchao', *WORKER)}\nassert torchao.quantization", ["llguidance"])

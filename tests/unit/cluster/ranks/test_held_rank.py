@@ -36,10 +36,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize(
-    ("stages", "expected"),
-    [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))],
-)
+@pytest.mark.parametrize(("stages", "expected"), [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_a_host_agree_on_its_cores(rank, stages, expected):
     assert held(rank, stages=stages).core_shares() == expected

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import (
-    GGMLQuantizationType,
-    GGUFEndian,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-)
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
 from pipespec.engine.formats.gguf_file import MOST_ELEMENTS, GgufFile
 from pipespec.engine.inspection.inspection import inspect

@@ -29,14 +29,7 @@ from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.kinds import by_kind
 from tests.helpers.matrix import some_of
-from tests.helpers.models import (
-    NUM_LAYERS,
-    VOCAB_SIZE,
-    build,
-    build_multimodal,
-    logits,
-    shared,
-)
+from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal, logits, shared
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"

@@ -111,8 +111,7 @@ def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name):
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"],
+    "form", ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"]
 )
 def test_weights_of_few_bits_count_as_they_are_held_on_a_gpu(form, tmp_path):
     path = make(tmp_path, form, "llama", hidden_size=256, intermediate_size=512)
