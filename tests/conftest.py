@@ -1,7 +1,5 @@
 """What every test shares: one thread each, no network, one sequence of random examples."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import faulthandler

@@ -1,7 +1,5 @@
 """Concurrent requests get the texts that they get alone, whatever happens to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

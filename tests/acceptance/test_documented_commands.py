@@ -5,8 +5,6 @@
     python -m pytest -rP tests/acceptance/test_documented_commands.py -k not_run
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """With draft heads, which read hidden states of the target, the text is that of Hugging Face."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

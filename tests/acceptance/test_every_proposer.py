@@ -1,7 +1,5 @@
 """With every proposer the text is that of Hugging Face; wrong draft tokens cost speed alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

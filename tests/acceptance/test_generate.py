@@ -1,7 +1,5 @@
 """`pipespec generate` as a user runs it: real processes, and nothing left when it is over."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

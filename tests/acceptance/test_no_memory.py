@@ -3,8 +3,6 @@
 Real Redis, real loops; the ranks are threads. The allocations fail as PyTorch's and NumPy's do.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Real Redis, real loops; the ranks are threads.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The Python interface on real clusters: texts, streams, Ctrl-C, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -5,8 +5,6 @@ the next epoch know only the log. They continue with the next token, wherever th
 epochs is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

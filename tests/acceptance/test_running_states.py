@@ -1,8 +1,6 @@
 """Targets and drafts with layers that keep a running state: the texts of Hugging Face, whatever
 decodes them and whatever happens meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path

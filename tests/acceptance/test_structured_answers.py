@@ -4,8 +4,6 @@ Real Redis, real loops, the demo pair at temperature 1, so that the draft is oft
 are threads, and all requests are decoded at once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -1,8 +1,6 @@
 """What tests of several dialects need: a parser of one, answers as a cluster gives them, and the
 fields that an SDK sends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Requests that a server must survive: valid, odd and hostile ones, the same for the same seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Real weights, for tests marked `real_models`, and llama.cpp as their oracle."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

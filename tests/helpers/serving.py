@@ -1,7 +1,5 @@
 """A server process on a cluster of its own, and clients of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """What many tests need: a Redis for those of a module, and in it a namespace and a head for each; a
 place for commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A name that one agent of a host holds, and who may be signalled for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

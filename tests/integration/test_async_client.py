@@ -1,8 +1,6 @@
 """Clients, in an event loop and outside: slow readers, cancellation, and a cluster that goes and
 returns."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

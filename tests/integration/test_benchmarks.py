@@ -1,8 +1,6 @@
 """The benchmarks: their pure parts, that each describes itself, and a small run of those that need
 little."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`pipespec bench --policies` as a user runs it: one cluster for several policies."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

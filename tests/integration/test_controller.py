@@ -1,7 +1,5 @@
 """The task graph in a real Redis: what is announced to whom, and when."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What the Dockerfile runs, run in a folder and a virtual environment instead of a container."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

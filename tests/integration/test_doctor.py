@@ -1,7 +1,5 @@
 """`pipespec doctor` on hosts that are processes of this machine, each at a loopback address."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """A cluster over several hosts that cannot start: the reason of the host that is at fault reaches
 the user within three seconds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Slices of checkpoints whose tensors came from a hub, each host's alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

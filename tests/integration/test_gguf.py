@@ -1,7 +1,5 @@
 """GGUF files as checkpoints: weights, config, tokenizer, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A worker's heartbeat in a real Redis: it tells of new epochs, and that the worker lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

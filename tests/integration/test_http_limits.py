@@ -1,8 +1,6 @@
 """What clients may send, and hold open, before and after their key is checked: real sockets at a
 real server process, whose cluster is a head that takes requests and says nothing."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """A server whose model calls tools, token by token, as OpenAI's package receives it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A server with a scripted cluster: requests that wait, that fail, and that are too many."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """An inflated checkpoint says what the small one says, whoever runs it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -3,8 +3,6 @@
 The hosts are two network namespaces; the one that joins does not see the models.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator, Sequence

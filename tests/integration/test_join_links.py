@@ -1,7 +1,5 @@
 """Hosts that join over sockets: who is let in, and the programs that the launcher runs on them."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal
@@ -30,6 +28,7 @@ from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.loop import NO_CONNECTION
+from pipespec.cluster.host_link.remote_program import RemoteProgram
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
 from pipespec.errors import HostFailed
@@ -295,7 +294,7 @@ def test_a_program_runs_on_the_host_as_if_over_ssh(joined, monkeypatch):
 @pytest.fixture
 def talking(
     monkeypatch: pytest.MonkeyPatch, joined: tuple[JoinedHost, HostSession, list[str]]
-) -> Iterator[tuple[programs.Program, IO[bytes]]]:
+) -> Iterator[tuple[RemoteProgram, IO[bytes]]]:
     """A program on the host that has answered, and its errors."""
     monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
     _, session, _ = joined

@@ -1,7 +1,5 @@
 """What a head has learnt of its proposer, from one start to the next."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """K and V in 8 bits, through the whole product."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks as processes: how a cluster ends, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -1,7 +1,5 @@
 """No more than the slice and a tensor is in memory while a checkpoint of few bits is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The namespaces share this machine's file system and processes, so a worker is killed by its pid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the workers of a cluster share in a real Redis: epochs, complaints, who is there."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -1,7 +1,5 @@
 """What a machine or a setting lacks is one sentence, before any rank starts."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Every supported architecture, cut into slices, against Hugging Face on the same weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

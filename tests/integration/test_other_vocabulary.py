@@ -1,7 +1,5 @@
 """A draft with another vocabulary than the target's, as a user names it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AWQ, GPTQ, compressed-tensors, FP8 and FP4: plain weights bit for bit, or left as they are."""
 
-from __future__ import annotations
-
 import json
 from itertools import cycle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pipespec bench --profile` as a user runs it, and what its file is good for."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights in fewer bits: slices and the whole product against Hugging Face, quantised alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

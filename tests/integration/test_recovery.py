@@ -3,8 +3,6 @@
 Most tests strike one cluster, one after another: each leaves it whole, or its text was not.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """What protects the private server's port for other hosts when no setting says anything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A Redis that ends and comes back: what it kept, and who goes on without seeing it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The private server, and what is said about servers that cannot be used."""
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

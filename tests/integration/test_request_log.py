@@ -1,7 +1,5 @@
 """The request log: queue, accepted tokens, readers and reports."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """What two hosts of a cluster send each other, as somebody on the cable between them sees it."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

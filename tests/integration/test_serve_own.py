@@ -1,7 +1,5 @@
 """`pipespec serve` without --on: a cluster and its server as one command."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """What the ranks of a cluster are made of, seen from its Redis."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.controller.embedded_redis import EmbeddedRedis

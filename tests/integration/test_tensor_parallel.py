@@ -1,8 +1,6 @@
 """A draft of two workers, which compute every layer together, stages of two and one of a single
 worker; and a quantised target in stages of three and two. One cluster each for all tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

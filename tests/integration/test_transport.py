@@ -1,7 +1,5 @@
 """Links between processes, and between threads of one."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time

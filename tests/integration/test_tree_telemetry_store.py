@@ -1,7 +1,5 @@
 """Watching the head's steps, and who is not answered yet, through a real Redis."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 

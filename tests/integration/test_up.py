@@ -1,7 +1,5 @@
 """`pipespec up`, `status`, `down`, and requests to a cluster that is up already."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

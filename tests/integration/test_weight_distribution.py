@@ -3,8 +3,6 @@
 The hosts are processes of this machine, each with a cache of its own and without the hub's token.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

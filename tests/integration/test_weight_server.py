@@ -1,7 +1,5 @@
 """A host that other ones read weights from."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

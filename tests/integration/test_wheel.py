@@ -1,7 +1,5 @@
 """The wheel, installed non-editable into a fresh environment, is the whole product."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`generate` and `serve` run on one host without the satellites of the package."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

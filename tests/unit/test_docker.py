@@ -1,7 +1,5 @@
 """The Dockerfile and compose.yaml, checked without Docker: by rules of hadolint and of our own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """README and docs/ name only what exists, and generated parts are up to date."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A page fails with a command of its blocks, which the tests of documented commands rely on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The test of late features: what is counted, and how it is decided."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The tables of the papers' figures: intervals, verdicts, completeness, and the page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

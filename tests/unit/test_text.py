@@ -1,7 +1,5 @@
 """Streaming text: what is shown is final, complete and cut where a stop string begins."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 

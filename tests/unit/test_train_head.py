@@ -1,7 +1,5 @@
 """A draft head that learns from its target, and its folder."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat page in a real browser, beside a real server and cluster."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,14 +1,12 @@
 """The dashboard in a real browser, beside a real server and cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import pytest
@@ -80,7 +78,7 @@ class Asking:
                     break
         return said
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """What web pages of other origins reach of a server, in a real browser beside a real cluster."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

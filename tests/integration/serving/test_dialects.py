@@ -1,8 +1,6 @@
 """The SDKs of other interfaces than OpenAI's chats, with a real server on a real cluster: whole and
 streamed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`pipespec serve`: a real server on a real cluster, asked by OpenAI's package and by raw HTTP."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """Fields and headers of requests, from HTTP to a real cluster and back."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

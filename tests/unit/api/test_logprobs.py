@@ -1,7 +1,5 @@
 """The log-probabilities of the Python interface."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

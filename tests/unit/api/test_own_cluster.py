@@ -1,7 +1,5 @@
 """How the arguments of LLM become settings, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec import LLM, AsyncLLM

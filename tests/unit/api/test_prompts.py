@@ -1,7 +1,5 @@
 """What may be passed as a prompt."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.api.prompts import tokenize_chats, tokenize_prompts

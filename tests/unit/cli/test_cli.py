@@ -1,7 +1,5 @@
 """The command line: what it prints where, and the exit code, without decoding anything."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -4,8 +4,6 @@ Nothing here begins a cluster: what would reach one names a device that no machi
 folder that is not there. What files hold is tested in tests/unit/system/test_validation.py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

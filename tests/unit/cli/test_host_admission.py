@@ -1,7 +1,5 @@
 """What the launcher does with a host that is gone."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli import host_admission, up

@@ -1,7 +1,5 @@
 """Names that are too long, or that a terminal should not show, wherever they enter."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli.main import main

@@ -1,7 +1,5 @@
 """What `pipespec status` makes of what a cluster says."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli.status import process_table, processes, versions, work

@@ -1,7 +1,5 @@
 """Where `pipespec up` keeps requests when nobody has said it, and when that folder goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

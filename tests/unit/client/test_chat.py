@@ -1,7 +1,5 @@
 """A chat template is a program of somebody else's: whatever it does is a sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

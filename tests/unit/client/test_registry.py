@@ -1,7 +1,5 @@
 """Names of clusters: who holds them, what an entry tells, and what a killed process leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

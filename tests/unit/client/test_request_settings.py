@@ -1,7 +1,5 @@
 """What a request to a running cluster may set, and what it takes from the cluster."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Asynchronous code that blocking callers run in another thread's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

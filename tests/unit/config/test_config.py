@@ -1,7 +1,5 @@
 """Every shipped setting composes; every mistake is one clear sentence."""
 
-from __future__ import annotations
-
 import types
 import typing
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What commands print stands there as it is: nothing in it is markup."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli.generate import print_statistics

@@ -1,7 +1,5 @@
 """The graph of a step: what waits for a task of another rank."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Grammars whose compilation takes longer than llguidance's own limits allow."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

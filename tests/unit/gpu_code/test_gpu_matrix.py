@@ -1,7 +1,5 @@
 """Which kernels are compiled ahead of time, how they are launched, and what counts as a fault."""
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import combinations, product
 from pathlib import Path

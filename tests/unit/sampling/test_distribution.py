@@ -1,7 +1,5 @@
 """From logits to the distribution from which a token is drawn."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

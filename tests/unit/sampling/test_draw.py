@@ -1,7 +1,5 @@
 """The draw is keyed: a function of distribution, seed and position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import islice

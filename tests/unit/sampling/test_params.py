@@ -1,7 +1,5 @@
 """The settings of `conf/sampling/` and their limits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The tokens that the last stage accepts, given the logits of a batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

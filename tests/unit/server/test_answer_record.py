@@ -1,7 +1,5 @@
 """The record of token ids that `pipespec serve` keeps where a user asks for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The fields of a chat that decide how its template is rendered."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prometheus' rules and Grafana's dashboard ask for metrics and labels that the server exports."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

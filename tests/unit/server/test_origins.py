@@ -1,7 +1,5 @@
 """Checks of Origin and Host, and of the options for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

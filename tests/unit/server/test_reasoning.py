@@ -1,8 +1,6 @@
 """Reasoning, split from what models of each family write, wherever it is cut, and grammars that
 begin after it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

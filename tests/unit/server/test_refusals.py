@@ -1,7 +1,5 @@
 """What is refused over HTTP, before any cluster is asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

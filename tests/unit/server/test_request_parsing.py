@@ -1,7 +1,5 @@
 """What a request means for the cluster, and what its answers are in OpenAI's words."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates that take content as parts or are several, and texts that one leaves out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

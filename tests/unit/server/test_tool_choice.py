@@ -1,7 +1,5 @@
 """Tools in a chat: what the template is shown, and what replies say beside the calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A stage measures its batches before it has any."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

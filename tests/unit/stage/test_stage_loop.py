@@ -1,7 +1,5 @@
 """The loop of a stage in one thread: what it sends for which batches and verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

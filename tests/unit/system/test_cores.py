@@ -1,7 +1,5 @@
 """How the ranks of a host share its cores."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

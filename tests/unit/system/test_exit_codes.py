@@ -1,7 +1,5 @@
 """How a command ends: bugs of ours, and output that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """How much memory is free."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.system.heap import UNLIMITED, cgroup_free

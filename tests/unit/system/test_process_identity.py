@@ -1,7 +1,5 @@
 """A process is told apart from others that have had its number."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """Files and JSON of others: bounds, kinds of files, and values of the wrong type."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

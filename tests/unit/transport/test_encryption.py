@@ -1,7 +1,5 @@
 """A sealed message opens once, in its turn, at its receiver, as it was sent; nothing else opens."""
 
-from __future__ import annotations
-
 from itertools import permutations, product
 
 import numpy as np

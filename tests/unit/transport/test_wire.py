@@ -1,7 +1,5 @@
 """A batch survives the wire, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What is refused before any rank starts, for what the models and the machine are."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a deployment asks of memory, beside what a loaded model takes."""
 
-from __future__ import annotations
-
 import re
 import resource
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The plan of an epoch travels as JSON and says who holds which rank."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What `pipespec doctor` concludes from what the hosts said: who is named, and how badly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a host says that it has: model files told apart, versions, CUDA devices."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

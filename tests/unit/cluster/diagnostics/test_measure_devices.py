@@ -1,7 +1,5 @@
 """What is measured of a model on a device, when anew, and with how many threads."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens: what is no whole one is refused."""
 
-from __future__ import annotations
-
 import string
 
 import pytest

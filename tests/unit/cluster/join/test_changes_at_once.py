@@ -1,7 +1,5 @@
 """Hosts that join and leave while another one stands still."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

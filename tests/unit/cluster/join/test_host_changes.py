@@ -1,7 +1,5 @@
 """Layouts of a cluster with one more host, or one less."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the launcher makes of an agent that ends, refuses or comes back."""
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import sys

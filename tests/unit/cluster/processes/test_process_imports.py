@@ -1,8 +1,6 @@
 """What the processes of a cluster may not import: imports are most of their memory, and of the time
 to the first token."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """torchrun's rendezvous of one node."""
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 
 import pytest

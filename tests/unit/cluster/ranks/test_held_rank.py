@@ -1,7 +1,5 @@
 """What a worker that holds a rank does with the cores and GPUs of its host."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Who is alive by the signs of workers and their hosts, and who is lost. Pure."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cluster.recovery.cluster_state import ALONE_S, LOOK_S, SILENT_S, WorkerLeases

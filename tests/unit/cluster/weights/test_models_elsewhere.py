@@ -1,7 +1,5 @@
 """Checkpoints as another host describes them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ends a distribution of weights, what it waits for, and what waits for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Who sends which blocks to whom."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 

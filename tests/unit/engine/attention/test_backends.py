@@ -1,7 +1,5 @@
 """The backends against attention as it is defined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

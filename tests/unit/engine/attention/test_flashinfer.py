@@ -1,7 +1,5 @@
 """Our use of FlashInfer's wrappers: the real ones on a CPU, their kernels replaced by torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

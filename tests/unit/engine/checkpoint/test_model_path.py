@@ -1,7 +1,5 @@
 """Where a model lies, and how a name that leads nowhere is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub.constants

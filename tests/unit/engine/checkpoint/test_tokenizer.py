@@ -1,7 +1,5 @@
 """Tokenizers without Transformers: the ids, texts and chats that Transformers makes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Reading GGUF files, and headers that claim more than the file holds."""
 
-from __future__ import annotations
-
 import struct
 import time
 import tracemalloc

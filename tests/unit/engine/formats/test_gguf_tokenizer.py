@@ -1,7 +1,5 @@
 """How text becomes tokens with the tokenizers in GGUF files; llama.cpp itself is the oracle."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

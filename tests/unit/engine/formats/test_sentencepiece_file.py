@@ -1,7 +1,5 @@
 """How text becomes tokens with a SentencePiece model alone; SentencePiece itself is the oracle."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

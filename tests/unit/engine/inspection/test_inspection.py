@@ -1,8 +1,6 @@
 """What `inspect` tells of a checkpoint, and what it refuses: broken files, and headers that do not
 fit their config."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

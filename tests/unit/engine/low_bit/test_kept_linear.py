@@ -1,8 +1,6 @@
 """Layers whose weights stay in blocks, beside the dequantised weights; and products in blocks of
 rows: a row is the same in every batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

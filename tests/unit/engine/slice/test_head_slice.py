@@ -1,8 +1,6 @@
 """Draft heads compute what their trainers' code does: EAGLE-3 by plain torch here, MTP layers by
 Transformers' own classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which of the ways to compute a slice is chosen, and what a compiler makes of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

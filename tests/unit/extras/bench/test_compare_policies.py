@@ -1,7 +1,5 @@
 """Ways to decode: how they are read, what a cluster for all of them needs, what is said of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A data set is read whole and in order; what is wrong with it is one sentence with its place."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

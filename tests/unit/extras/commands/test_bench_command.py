@@ -1,7 +1,5 @@
 """What `pipespec bench --policies` refuses before anything starts, and how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`pipespec plan --drafts`: what could draft for a target."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

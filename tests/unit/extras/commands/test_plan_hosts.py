@@ -1,7 +1,5 @@
 """What `pipespec plan HOSTS.yaml` makes of figures that were measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

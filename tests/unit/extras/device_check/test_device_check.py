@@ -1,7 +1,5 @@
 """`pipespec doctor --gpu`: its parts, on a CPU, and what it says of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

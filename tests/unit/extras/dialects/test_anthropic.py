@@ -1,7 +1,5 @@
 """Anthropic's /v1/messages: what requests become, and replies that Anthropic's package accepts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

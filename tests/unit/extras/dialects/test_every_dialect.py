@@ -1,7 +1,5 @@
 """What holds for every dialect: its package's fields are known, and refusals name the client's."""
 
-from __future__ import annotations
-
 import json
 import typing
 from typing import Any

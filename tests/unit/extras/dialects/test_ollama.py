@@ -1,7 +1,5 @@
 """Ollama's routes: what requests become, and replies that Ollama's package accepts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

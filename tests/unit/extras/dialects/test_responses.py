@@ -1,7 +1,5 @@
 """OpenAI's /v1/responses: what requests become, and replies that OpenAI's package accepts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The events that the dashboard's page receives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace

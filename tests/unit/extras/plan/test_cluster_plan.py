@@ -1,7 +1,5 @@
 """Clusters for models that are known by their configs alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recorded draft predicts its own texts, and a profile says what was measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

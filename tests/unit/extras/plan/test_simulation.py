@@ -1,7 +1,5 @@
 """Predictions against closed forms, against each other, and against one another's limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calls of tools, read out of what models of each family write, wherever it is cut."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from time import process_time

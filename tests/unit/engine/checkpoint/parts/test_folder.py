@@ -1,7 +1,5 @@
 """Locks of folders of the parts cache, and what is in one that is not finished."""
 
-from __future__ import annotations
-
 import os
 import queue
 import shutil

@@ -1,7 +1,5 @@
 """What a hub or a host may do to a client, and what comes of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
