@@ -1,7 +1,4 @@
-"""A rank whose allocation fails ends one request; the texts of all others do not change.
-
-Real Redis, real loops; the ranks are threads. The allocations fail as PyTorch's and NumPy's do.
-"""
+"""A rank whose allocation fails ends one request; the texts of all others do not change."""
 
 import threading
 from collections.abc import Callable

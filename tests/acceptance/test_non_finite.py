@@ -1,7 +1,4 @@
-"""Weights that are not finite fail the requests that use them and no others.
-
-Real Redis, real loops; the ranks are threads.
-"""
+"""Weights that are not finite fail the requests that use them and no others."""
 
 from pathlib import Path
 

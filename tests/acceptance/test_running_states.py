@@ -1,5 +1,4 @@
-"""Targets and drafts with layers that keep a running state: the texts of Hugging Face, whatever
-decodes them and whatever happens meanwhile."""
+"""Targets and drafts with layers that keep a running state give the texts of Hugging Face."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

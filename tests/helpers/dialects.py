@@ -1,5 +1,4 @@
-"""What tests of several dialects need: a parser of one, answers as a cluster gives them, and the
-fields that an SDK sends."""
+"""Parsers of the dialects, answers as a cluster gives them, and the fields that an SDK sends."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,4 @@
-"""Clients, in an event loop and outside: slow readers, cancellation, and a cluster that goes and
-returns."""
+"""Clients: slow readers, cancellation, and a cluster that goes and returns."""
 
 import asyncio
 import re

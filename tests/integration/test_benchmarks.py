@@ -1,5 +1,4 @@
-"""The benchmarks: their pure parts, that each describes itself, and a small run of those that need
-little."""
+"""The benchmarks: their pure parts, their --help, and small runs."""
 
 import importlib
 import io

@@ -1,5 +1,4 @@
-"""A cluster over several hosts that cannot start: the reason of the host that is at fault reaches
-the user within three seconds."""
+"""The reason why a host cannot start reaches the user within three seconds."""
 
 import os
 import shutil

@@ -1,5 +1,4 @@
-"""What clients may send, and hold open, before and after their key is checked: real sockets at a
-real server process, whose cluster is a head that takes requests and says nothing."""
+"""What clients may send, and hold open, before and after their key is checked."""
 
 import json
 import socket

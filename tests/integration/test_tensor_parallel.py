@@ -1,5 +1,4 @@
-"""A draft of two workers, which compute every layer together, stages of two and one of a single
-worker; and a quantised target in stages of three and two. One cluster each for all tests."""
+"""Drafts and stages of several workers, which compute every layer together."""
 
 import json
 import os

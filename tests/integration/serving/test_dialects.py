@@ -1,5 +1,4 @@
-"""The SDKs of other interfaces than OpenAI's chats, with a real server on a real cluster: whole and
-streamed."""
+"""The SDKs of other interfaces than OpenAI's chats, whole and streamed."""
 
 from collections.abc import Iterator
 from typing import Any

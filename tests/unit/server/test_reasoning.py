@@ -1,5 +1,4 @@
-"""Reasoning, split from what models of each family write, wherever it is cut, and grammars that
-begin after it."""
+"""Reasoning, split from what models write, wherever it is cut, and grammars that begin after it."""
 
 from itertools import pairwise
 from typing import Any

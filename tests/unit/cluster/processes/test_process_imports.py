@@ -1,5 +1,4 @@
-"""What the processes of a cluster may not import: imports are most of their memory, and of the time
-to the first token."""
+"""What the processes of a cluster may not import, as it takes memory and time."""
 
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-"""What `inspect` tells of a checkpoint, and what it refuses: broken files, and headers that do not
-fit their config."""
+"""What `inspect` tells of a checkpoint, and what it refuses."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Layers whose weights stay in blocks, beside the dequantised weights; and products in blocks of
-rows: a row is the same in every batch."""
+"""Layers whose weights stay in blocks, beside the dequantised weights."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Draft heads compute what their trainers' code does: EAGLE-3 by plain torch here, MTP layers by
-Transformers' own classes."""
+"""Draft heads compute what their trainers' code does."""
 
 from pathlib import Path
 
