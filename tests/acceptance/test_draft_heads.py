@@ -175,11 +175,6 @@ def test_head_whose_tokens_are_none_of_the_target_is_refused(llama, tmp_path):
         load_head(head, info.head, llama, dtype=torch.float32, num_slots=8)
 
 
-def test_target_without_mtp_layers_needs_a_head(llama):
-    with pytest.raises(ModelError, match=r"holds no MTP layer, and model\.draft names no head"):
-        deployed(llama)
-
-
 def test_head_takes_no_quantisation_and_one_device(llama):
     with pytest.raises(ConfigError, match="not for draft heads; leave it out"):
         deployed(llama, "model.draft_quantization=int8", head=heads.shared(llama))

@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ LIMIT_S = 3.5
 PATIENCE_S = 120
 
 
-def said(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
+def said(*arguments: str) -> str:
     """The only line that a command prints, which fails at once."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -31,7 +30,6 @@ def said(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **(environment or {})},
         timeout=PATIENCE_S,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -39,31 +37,6 @@ def said(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     assert done.stderr.count("\n") == 1
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_S
     return done.stderr.removeprefix("pipespec: ")
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk without room."""
-    if os.geteuid() != 0:
-        pytest.skip("to mount a small disk needs root")
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        subprocess.run(["dd", "if=/dev/zero", f"of={folder / 'file'}"], capture_output=True)
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_full_folder_is_named(full):
-    assert said("up", *GENERATE[3:], environment={"XDG_STATE_HOME": str(full)}) == (
-        f"The folder of running clusters {str(full / 'pipespec')!r} cannot be used (No space left "
-        "on device); set XDG_STATE_HOME to a folder of yours that has room.\n"
-    )
 
 
 def test_prompt_file_far_beyond_the_context_is_refused_at_once(tmp_path):

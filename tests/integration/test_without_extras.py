@@ -62,7 +62,17 @@ def place(
     (tmp_path / "gone").rename(gone)
 
 
-@pytest.mark.parametrize("missing", FOLDERS)
+# One satellite at a time is missing in the long run.
+OF_COMMANDS = ("bench", "commands", "device_check", "emulation", "plan")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.endswith(OF_COMMANDS) else name
+        for name in FOLDERS
+    ],
+)
 def test_what_needs_a_missing_satellite_is_refused_in_one_sentence_and_no_more(
     place: Sandbox, missing: str, tmp_path: Path
 ) -> None:
