@@ -119,23 +119,6 @@ def test_announcements_can_be_awaited_in_any_order(cluster):
     assert cluster.ranks[0].wait(prune(0, 0), 0) == b"0"
 
 
-@pytest.mark.long
-def test_thousands_of_steps_leave_no_more_behind_than_a_few(cluster, pipe):
-    def footprint() -> tuple[int, int]:
-        cluster.settle()
-        keys = pipe.call("KEYS", f"{{{cluster.namespace}}}:*")
-        return len(keys), sum(pipe.call("MEMORY", "USAGE", key) for key in keys)
-
-    for step in range(20):
-        cluster.run_step(step, b"x" * 100)
-    few = footprint()
-    for step in range(20, 3000):
-        cluster.run_step(step, b"x" * 100)
-    keys, size = footprint()
-    assert keys == few[0]
-    assert size < few[1] + 256
-
-
 @pytest.mark.parametrize(
     ("tasks", "named"),
     [

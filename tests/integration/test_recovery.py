@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
-import psutil
 import pytest
 
 from pipespec.config.compose import compose
@@ -184,24 +183,6 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(struck, greedy):
     assert ask(struck) == greedy
     os.kill(pid_of(struck, 1), signal.SIGKILL)
     assert ask(struck) == greedy
-
-
-@pytest.mark.long
-def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
-    """The agent is stopped with it, so nobody starts it again."""
-    with clusters.last("cluster.spares=1", "cluster.patience_s=1") as running:
-        pid = pid_of(running, 2)
-        agent = psutil.Process(pid).ppid()
-
-        def fault() -> None:
-            os.kill(agent, signal.SIGSTOP)
-            os.kill(pid, signal.SIGSTOP)
-
-        try:
-            assert ask(running, at=EARLY, fault=fault) == greedy
-            assert f"local/{STAGES + 1}" in running.cluster.state.assignment.workers
-        finally:
-            os.kill(agent, signal.SIGCONT)
 
 
 @pytest.mark.long

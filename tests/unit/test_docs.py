@@ -264,6 +264,7 @@ def quoted_messages() -> list[str]:
     return re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", quoted_messages())
 def test_message_of_the_troubleshooting_page_exists(message: str) -> None:
     gap = "[^.;]*\0[^.;]*"

@@ -190,6 +190,7 @@ def test_what_is_not_the_plain_truth_is_labelled(flag, label, capsys):
             assert (label in capsys.readouterr().err) is stated
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence():
     full = "pipespec: Standard output cannot be written: No space left on device.\n"
     reader, writer = os.pipe()
@@ -207,6 +208,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence():
             assert (answer.returncode, answer.stderr) == (code, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_command_without_a_traceback(number, tmp_path):
     prompt = tmp_path / "prompt"
@@ -251,6 +253,7 @@ sys.exit(main.main(["doctor"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_meets_a_callback_is_not_lost(number):
     """Python can raise nothing there, and every import runs some."""

@@ -45,6 +45,14 @@ def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, h
     assert share_cores(cores, stages, has_head=has_head) == expected
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _undisturbed():
+    """A thread that looks again does not wait for what else the machine computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: None)
+        yield
+
+
 class Thread:
     """The clocks of a thread that waits for a core for a share of the time; each look at the time
     takes 1 ms."""

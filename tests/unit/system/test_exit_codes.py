@@ -97,6 +97,7 @@ def test_a_standard_error_that_is_full_changes_no_exit_code():
     assert shell(f"{PIPESPEC} plan stages=0 2>/dev/full").returncode == 2
 
 
+@pytest.mark.slow
 def test_a_terminal_of_few_characters_is_one_sentence():
     answer = shell(f"{PIPESPEC} {QUICK}", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert answer.returncode == 1

@@ -74,6 +74,7 @@ def test_weights_and_slots_of_a_member_are_those_of_its_part(rank):
     assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
 
 
+@pytest.mark.slow
 def test_devices_of_a_group_hold_what_was_foretold():
     """Four devices have a query head each, of two KV heads."""
     settings = ("model.dtype=bfloat16", "model.context=64", "cluster.draft_tensor_parallel=1")

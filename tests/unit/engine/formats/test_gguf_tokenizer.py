@@ -97,6 +97,7 @@ def test_text_becomes_the_tokens_of_llama_cpp(tmp_path, learnt, texts, name):
     agree(tmp_path, learnt[split.raw] | {"pre": name}, some)
 
 
+@pytest.mark.slow
 def test_the_texts_tell_all_splits_apart(learnt):
     dice = random.Random(2)
     joined = "\n".join(mixed_text(dice) for _ in range(NUM_APART))

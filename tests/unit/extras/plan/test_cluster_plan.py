@@ -304,6 +304,7 @@ def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(link, draft, 
     assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
 
 
+@pytest.mark.slow
 def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two(capsys):
     asked = ["plan", "model.target=Qwen3-32B", "model.draft=Qwen3-0.6B", "--weights", "int4"]
     assert main([*asked, "--gpus", "rtx3090:4", "--tokens", "200", "--json"]) == 0

@@ -181,6 +181,7 @@ def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight, ms):
     assert pipeline.batch_ms(in_flight) == pytest.approx(ms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hop_ms", "windows"),
     [
@@ -232,6 +233,7 @@ def test_a_mixture_reads_the_experts_of_its_rows():
     assert replace(dense, experts=[256, 8, 0.9, 1]).machine().stages[1].ms(64) == 10
 
 
+@pytest.mark.slow
 def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
     machine = Profile(stages=8, stage_ms=[10.0], experts=[256, 8, 0.22], draft_ms=3.0).machine()
     root, level, default = (

@@ -349,6 +349,7 @@ VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(), VALUES, max_size=3)
 
 
+@pytest.mark.slow
 @given(
     given_calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1),
     ascii_only=st.booleans(),
