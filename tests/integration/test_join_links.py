@@ -329,7 +329,7 @@ def test_a_program_ends_with_its_connection(joined, talking):
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers find a silent host sooner than usual."""
-    monkeypatch.setattr(join_server, "SILENCE_S", 5)
+    monkeypatch.setattr(join_server, "SILENCE_S", 3)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -564,11 +564,11 @@ def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
 
 # Prompts, answers to each, and the settings of the largest requests that are admitted; their tokens
 # are as many as fit.
-LARGEST: list[tuple[int, int, dict[str, Any]]] = [
+LARGEST: list[Any] = [
     (8, 128, {"logprobs": 20, "grammar": "g" * 100_000}),
     (1, 1, {}),
     (1, 1, {"prompt_logprobs": 20}),
-    (8, 1, {}),
+    pytest.param(8, 1, {}, marks=pytest.mark.long),
 ]
 
 

@@ -210,7 +210,7 @@ def test_two_starts_at_once_fetch_every_byte_once(rig):
 
 @pytest.mark.slow
 def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(expected, rig):
-    assert main(["generate", *ASK, *rig.settings([5, 6, 5])]) == 0
+    assert main(["generate", *ASK, *rig.settings([8, 8])]) == 0
     assert json.loads(rig.capsys.readouterr().out)["token_ids"] == expected
     rig.require_sent_once()
 
