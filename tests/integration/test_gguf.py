@@ -1,5 +1,3 @@
-"""GGUF files as checkpoints: weights, config, tokenizer, and what is refused."""
-
 import shutil
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""A worker's heartbeat in a real Redis: it tells of new epochs, and that the worker lives."""
-
 import os
 import signal
 import threading

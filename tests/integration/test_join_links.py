@@ -1,5 +1,3 @@
-"""Hosts that join over sockets: who is let in, and the programs that the launcher runs on them."""
-
 import os
 import queue
 import signal

@@ -1,5 +1,3 @@
-"""The request log: queue, accepted tokens, readers and reports."""
-
 import asyncio
 import re
 from bisect import bisect_left

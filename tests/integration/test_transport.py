@@ -1,5 +1,3 @@
-"""Links between processes, and between threads of one."""
-
 import multiprocessing
 import threading
 import time

@@ -1,5 +1,3 @@
-"""`pipespec up`, `status`, `down`, and requests to a cluster that is up already."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""A host that other ones read weights from."""
-
 import os
 import socket
 import ssl

@@ -1,5 +1,3 @@
-"""README and docs/ name only what exists, and generated parts are up to date."""
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""The tables of the papers' figures: intervals, verdicts, completeness, and the page."""
-
 import json
 import re
 from collections.abc import Iterator

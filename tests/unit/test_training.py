@@ -1,5 +1,3 @@
-"""Training that may be killed at any moment."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""What may be passed as a prompt."""
-
 import pytest
 
 from pipespec.api.prompts import tokenize_chats, tokenize_prompts

@@ -1,5 +1,3 @@
-"""What the launcher does with a host that is gone."""
-
 import pytest
 
 from pipespec.cli import host_admission, up

@@ -1,5 +1,3 @@
-"""What a request to a running cluster may set, and what it takes from the cluster."""
-
 import re
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Every shipped setting composes; every mistake is one clear sentence."""
-
 import types
 import typing
 from dataclasses import fields

@@ -1,5 +1,3 @@
-"""The graph of a step: what waits for a task of another rank."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

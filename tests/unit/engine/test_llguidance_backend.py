@@ -1,5 +1,3 @@
-"""Grammars by llguidance, for the demo model's tokens."""
-
 import json
 import re
 from contextlib import closing

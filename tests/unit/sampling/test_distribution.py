@@ -1,5 +1,3 @@
-"""From logits to the distribution from which a token is drawn."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Logits that are not finite fail their own request and no other."""
-
 from dataclasses import replace
 
 import pytest

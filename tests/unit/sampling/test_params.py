@@ -1,5 +1,3 @@
-"""The settings of `conf/sampling/` and their limits."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""How much may wait in one server."""
-
 from contextlib import closing
 
 import pytest

@@ -1,5 +1,3 @@
-"""The server around the routes."""
-
 import asyncio
 import socket
 from contextlib import closing

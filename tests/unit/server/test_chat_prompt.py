@@ -1,5 +1,3 @@
-"""The fields of a chat that decide how its template is rendered."""
-
 import json
 from typing import Any
 

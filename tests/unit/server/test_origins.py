@@ -1,5 +1,3 @@
-"""Checks of Origin and Host, and of the options for them."""
-
 from typing import Any
 
 import pytest

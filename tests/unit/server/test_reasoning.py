@@ -1,5 +1,3 @@
-"""Reasoning, split from what models write, wherever it is cut, and grammars that begin after it."""
-
 from itertools import pairwise
 from typing import Any
 

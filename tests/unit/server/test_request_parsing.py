@@ -1,5 +1,3 @@
-"""What a request means for the cluster, and what its answers are in OpenAI's words."""
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""How the ranks of a host share its cores."""
-
 import time
 
 import pytest

@@ -1,5 +1,3 @@
-"""Copies to a device and back."""
-
 from collections.abc import Iterator
 
 import numpy as np

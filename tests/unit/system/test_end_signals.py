@@ -1,5 +1,3 @@
-"""Signals that ask a command to end."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""How much memory is free."""
-
 import pytest
 
 from pipespec.system.heap import UNLIMITED, cgroup_free

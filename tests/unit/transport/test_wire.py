@@ -1,5 +1,3 @@
-"""A batch survives the wire, and what does not fit is refused."""
-
 import numpy as np
 import pytest
 import torch

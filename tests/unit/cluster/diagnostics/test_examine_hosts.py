@@ -1,5 +1,3 @@
-"""When the probes of examined hosts end."""
-
 import time
 from contextlib import suppress
 from pathlib import Path

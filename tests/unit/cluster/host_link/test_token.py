@@ -1,5 +1,3 @@
-"""Tokens: what is no whole one is refused."""
-
 import string
 
 import pytest

@@ -1,5 +1,3 @@
-"""Layouts of a cluster with one more host, or one less."""
-
 from dataclasses import replace
 
 import pytest

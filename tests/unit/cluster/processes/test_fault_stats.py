@@ -1,5 +1,3 @@
-"""What `FaultStats` counts, and when."""
-
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 
 BROKE, ENDED, GONE = FaultKind.LINK_BROKE, FaultKind.WORKER_ENDED, FaultKind.REDIS_GONE

@@ -1,5 +1,3 @@
-"""torchrun's rendezvous of one node."""
-
 from importlib.metadata import entry_points
 
 import pytest

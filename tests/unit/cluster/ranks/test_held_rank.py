@@ -1,5 +1,3 @@
-"""What a worker that holds a rank does with the cores and GPUs of its host."""
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

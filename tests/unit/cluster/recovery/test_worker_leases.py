@@ -1,5 +1,3 @@
-"""Who is alive by the signs of workers and their hosts, and who is lost. Pure."""
-
 import pytest
 
 from pipespec.cluster.recovery.cluster_state import ALONE_S, LOOK_S, SILENT_S, WorkerLeases

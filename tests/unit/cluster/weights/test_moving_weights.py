@@ -1,5 +1,3 @@
-"""What ends a distribution of weights, what it waits for, and what waits for it."""
-
 import json
 import os
 import threading

@@ -1,5 +1,3 @@
-"""Who sends which blocks to whom."""
-
 from collections import Counter
 from collections.abc import Collection
 

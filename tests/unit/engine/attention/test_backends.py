@@ -1,5 +1,3 @@
-"""The backends against attention as it is defined."""
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Which parts of a checkpoint a slice needs."""
-
 from pipespec.engine.formats.slice_tensors import described, parts_of
 
 

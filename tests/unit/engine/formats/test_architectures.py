@@ -1,5 +1,3 @@
-"""Every causal type of the installed Transformers decodes, or is refused with a reason."""
-
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,5 +1,3 @@
-"""What `inspect` tells of a checkpoint, and what it refuses."""
-
 import json
 import os
 import re

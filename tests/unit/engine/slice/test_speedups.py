@@ -1,5 +1,3 @@
-"""Which of the ways to compute a slice is chosen, and what a compiler makes of one."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

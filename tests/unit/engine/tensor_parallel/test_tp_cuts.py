@@ -1,5 +1,3 @@
-"""Which part of each tensor a tensor-parallel member has."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""What a benchmark's figures mean, from given times of tokens."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

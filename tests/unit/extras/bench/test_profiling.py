@@ -1,5 +1,3 @@
-"""What `pipespec bench --profile` can measure."""
-
 import pytest
 
 from pipespec.config.compose import compose

@@ -1,5 +1,3 @@
-"""`pipespec plan --drafts`: what could draft for a target."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Emulated times: of stages by rows, of links by size, and what is refused."""
-
 import math
 
 import pytest

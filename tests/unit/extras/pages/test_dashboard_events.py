@@ -1,5 +1,3 @@
-"""The events that the dashboard's page receives."""
-
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Clusters for models that are known by their configs alone."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

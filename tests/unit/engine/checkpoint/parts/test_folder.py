@@ -1,5 +1,3 @@
-"""Locks of folders of the parts cache, and what is in one that is not finished."""
-
 import os
 import queue
 import shutil

@@ -1,5 +1,3 @@
-"""What a hub or a host may do to a client, and what comes of it."""
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
