@@ -119,9 +119,7 @@ def test_concurrent_requests_get_the_texts_of_the_target(clusters, prompts, expe
     assert answers(clusters.running(*CROWD, *way), prompts) == expected
 
 
-def test_concurrent_sampled_requests_get_the_texts_they_get_alone(
-    clusters, prompts, expected, long
-):
+def test_concurrent_sampled_requests_get_the_texts_of_each_alone(clusters, prompts, expected, long):
     """Greedy and sampled requests, of which others are cancelled, in one crowd."""
     running = clusters.running(*CROWD, *BEST_FIRST)
     some = prompts[: 6 if long else 4]

@@ -55,9 +55,7 @@ def test_eagle3_head_gives_the_text_of_hugging_face(llama, expected, redis, poli
 
 
 @pytest.mark.parametrize(("model_type", "layers"), some_of(MTP, [1, 3], share=2))
-def test_mtp_layers_of_the_checkpoint_give_the_text_of_hugging_face(
-    redis, model_type, layers, tmp_path
-):
+def test_mtp_layers_of_a_checkpoint_give_hugging_faces_text(redis, model_type, layers, tmp_path):
     target = heads.write_mtp(model_type, tmp_path / "target", layers)
     deployment = deployed(target, "cluster.stages=2", *ALWAYS)
     require_fit(deployment)

@@ -233,9 +233,7 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
         ("qwen3_next", "sdpa", []),
     ],
 )
-def test_tp_workers_compute_the_calls_of_the_first_member(
-    checkpoint, model_type, attention, buckets
-):
+def test_tp_workers_compute_the_first_members_calls(checkpoint, model_type, attention, buckets):
     """In several lives of the group, with the weights of the first; all attend alike, and replay
     what they have recorded together."""
     path = checkpoint(model_type)

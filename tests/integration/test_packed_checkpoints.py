@@ -167,9 +167,7 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
         ),
     ],
 )
-def test_the_text_of_kept_weights_is_one_for_every_stage_count_policy_and_batch(
-    packed, kind, model_type
-):
+def test_text_of_kept_weights_is_one_for_every_stage_count_and_policy(packed, kind, model_type):
     path, _ = packed(kind, model_type)
     how = ("model.dtype=bfloat16",)
     expected = text(path, *how, "cluster.stages=1", "policy=root")

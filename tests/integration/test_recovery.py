@@ -109,7 +109,7 @@ def test_text_is_unchanged_when_every_rank_is_killed_in_turn(struck, greedy, lon
     assert ask(struck) == greedy
 
 
-def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
+def test_text_drafted_by_a_head_is_the_same_when_ranks_are_killed(
     clusters, greedy, tmp_path_factory
 ):
     """The head, and the last stage, which returns features to it."""
@@ -125,9 +125,7 @@ def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGSEGV), (0, signal.SIGSTOP)])
-def test_rank_that_hangs_or_ends_by_another_signal_is_replaced_and_no_other(
-    struck, greedy, rank, number
-):
+def test_rank_that_hangs_or_ends_by_another_signal_alone_is_replaced(struck, greedy, rank, number):
     before = [pid_of(struck, each) for each in range(STAGES + 1)]
     assert ask(struck, at=EARLY, fault=lambda: os.kill(before[rank], number)) == greedy
     await_another(struck, rank, before[rank])
@@ -204,9 +202,7 @@ def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(clus
 @pytest.mark.parametrize(
     ("asked", "settings"), [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)]
 )
-def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
-    clusters, asked, settings
-):
+def test_cluster_ends_with_one_sentence_after_many_faults_in_a_row(clusters, asked, settings):
     """A rank is killed again as soon as it is there, with or without a request to decode."""
     with (  # noqa: PT012 - the block is the point
         pytest.raises(RankFailed, match=rf"{own_name()}/1.*without a new token"),

@@ -113,9 +113,7 @@ def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(server,
     pipe.close()
 
 
-def test_head_gets_requests_of_tenants_by_turns_and_one_of_each_that_has_none(
-    server, namespace, pipe
-):
+def test_head_gets_tenants_requests_by_turns_and_one_of_each_that_has_none(server, namespace, pipe):
     head = head_of(server, namespace)
     for tenant, priority in (*(("a", 0),) * 5, *(("b", 2),) * 2, ("", 9), ("a", -1), ("c", 0)):
         head.enqueue(**ASKED, tenant=tenant, priority=priority)
@@ -440,9 +438,7 @@ def test_requests_come_with_what_an_earlier_epoch_has_decided(server, head, pipe
         assert commands(pipe, "xrange") == looked_up + 2
 
 
-def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
-    server, head, namespace, events
-):
+def test_an_epoch_that_begins_does_not_take_up_what_was_cancelled(server, head, namespace, events):
     first, second, third = (head.enqueue(**ASKED) for _ in range(3))
     for _ in range(2):
         take(head)
@@ -504,9 +500,7 @@ def test_requests_that_redis_has_evicted_hold_up_no_other(server, pipe, namespac
     assert not pipe.call("EXISTS", *rest)
 
 
-def test_what_answers_of_one_user_share_is_stored_once_and_goes_with_the_last(
-    head, pipe, namespace
-):
+def test_what_answers_of_a_user_share_is_stored_once_and_goes_with_the_last(head, pipe, namespace):
     keys, prompts = RedisKeys(namespace), ((7,) * 3000, (8,) * 3000)
     sampling = Asked(1.0, grammar="g" * 100_000)
     requests = [
@@ -538,9 +532,7 @@ LOGPROBS = TokenLogprobs(-12.345678901234567, TOP)
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 20}, {"prompt_logprobs": 20}])
-def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
-    head, pipe, namespace, asked
-):
+def test_request_occupies_no_more_than_was_counted_at_its_admission(head, pipe, namespace, asked):
     count, keys = 2000, RedisKeys(namespace)
     request = Request(0, (1000,) * count, count, sampling=Asked(**asked))
     with pytest.MonkeyPatch.context() as patched:
@@ -572,7 +564,7 @@ LARGEST: list[Any] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "answers", "asked"), LARGEST)
-def test_largest_request_grows_redis_by_less_than_20_mib(
+def test_largest_request_is_less_than_20_mib_in_redis(
     head, pipe, namespace, prompts, answers, asked
 ):
     """At any time, with the longest numbers, and each token by itself."""
@@ -637,9 +629,7 @@ def test_request_that_may_occupy_too_much_is_refused_by_name(count, tokens, aske
         enqueuing(RedisKeys("any"), [request] * count, 10**7)
 
 
-def test_requests_are_refused_while_memory_is_full_and_finished_ones_go_sooner(
-    head, pipe, namespace
-):
+def test_requests_are_refused_while_memory_is_full_and_ended_ones_go_sooner(head, pipe, namespace):
     known = head.enqueue(**ASKED)
     (most,) = pipe.call("CONFIG", "GET", "maxmemory")[1:]
     try:

@@ -228,7 +228,7 @@ def answers(data: Path) -> dict[str, tuple[list[int], list[int]]]:
 
 
 @pytest.mark.usefixtures("up")
-def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
+def test_figures_of_bench_are_one_object_and_its_file_has_all_requests(
     data, answers, tmp_path, capfd
 ):
     file = tmp_path / "figures.json"

@@ -125,9 +125,7 @@ def test_other_protocols_are_closed_and_disturb_nothing(message, server, certifi
     assert read(source(server, certificate)) == part(0)
 
 
-def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_them(
-    server, certificate
-):
+def test_more_strangers_than_it_has_threads_are_closed_and_hosts_come_after(server, certificate):
     with ExitStack() as stack:
         for _ in range(MOST_UNPROVEN):
             stack.enter_context(socket.create_connection(server.server_address))

@@ -164,9 +164,7 @@ def test_text_after_a_context_equals_what_decode_appends(context, after):
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
     data=st.data(),
 )
-def test_first_stop_string_behind_min_tokens_ends_the_text_across_any_piece_borders(
-    text, stops, data
-):
+def test_first_stop_string_behind_min_tokens_ends_the_text_across_all_borders(text, stops, data):
     """Of those that end at the same place the longest."""
     free = data.draw(st.integers(0, len(text)))
     ends = [end for end in range(free + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]

@@ -42,9 +42,7 @@ def test_it_is_beside_the_entry_unless_the_user_has_said_something(settings, kep
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Terminated(15), RankFailed("it failed")])
-def test_an_orderly_end_removes_it_and_a_failure_what_was_not_there_before(
-    error, ready, before, data
-):
+def test_an_orderly_end_removes_it_and_a_failure_what_was_not_there(error, ready, before, data):
     if before:
         data.mkdir(parents=True)
 

@@ -113,7 +113,7 @@ def test_the_default_choices_are_the_defaults_of_their_classes():
         (["model=demo"], 0, 1, str(resource_dir("demo") / "draft")),
     ],
 )
-def test_own_target_never_gets_the_draft_and_the_stages_of_the_demo(
+def test_own_target_never_gets_the_demos_draft_and_stages(
     settings, gpus, stages, draft, monkeypatch
 ):
     monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: gpus)

@@ -189,9 +189,7 @@ def test_relaxed_takes_the_draft_token_most_probable_to_the_target(draft_tokens,
         ({0: -0.2}, (3, 99), 0),  # but not from outside
     ],
 )
-def test_strict_takes_the_draft_token_in_the_top_p_most_probable_to_the_draft(
-    draft_tokens, eos, expected
-):
+def test_strict_takes_the_draft_token_in_the_top_p_of_the_draft(draft_tokens, eos, expected):
     spec = SamplingConfig(acceptance="strict", top_p=0.85)
     assert after_tip(spec, draft_tokens, eos=eos) == expected
     if draft_tokens.keys() & {0, 1}:

@@ -70,9 +70,7 @@ def test_nccl_between_hosts_is_refused():
         (False, "cpu", "ggml is not installed.", None),
     ],
 )
-def test_a_start_without_ggml_says_so_where_it_would_multiply(
-    few_bits, device, why, said, monkeypatch
-):
+def test_a_start_without_ggml_says_so_where_it_counts(few_bits, device, why, said, monkeypatch):
     monkeypatch.setattr("pipespec.engine.ggml.library.why_not", lambda: why)
     monkeypatch.setattr(CheckpointInfo, "can_keep", few_bits)
     monkeypatch.setattr(Deployment, "device_of", lambda self, worker: device)
@@ -104,7 +102,7 @@ def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path):
         (5, 2, 2, None),
     ],
 )
-def test_stages_and_their_members_that_share_a_gpu_are_named(
+def test_stages_and_members_that_share_a_gpu_are_named(
     num_gpus, stages, members, said, monkeypatch
 ):
     monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: num_gpus)
@@ -153,9 +151,7 @@ def test_more_children_than_tokens_are_refused():
         ),
     ],
 )
-def test_model_that_cannot_be_divided_among_devices_is_refused(
-    tmp_path, model_type, settings, sentence
-):
+def test_model_that_cannot_be_divided_is_refused(tmp_path, model_type, settings, sentence):
     model = build(model_type, tmp_path / "model")
     common = (f"model.target={model}", "proposer=suffix", "cluster.devices=[cpu]")
     with pytest.raises(ModelError, match=sentence):

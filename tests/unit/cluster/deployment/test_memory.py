@@ -179,9 +179,7 @@ def test_weights_that_do_not_fit_name_the_first_setting_with_which_they_do():
             require_memory(plain, [1], lambda device, room=room: room)
 
 
-def test_files_of_few_bits_that_are_too_large_are_refused_without_reading_their_config(
-    tmp_path, monkeypatch
-):
+def test_files_of_few_bits_that_are_too_large_are_refused_by_size_alone(tmp_path, monkeypatch):
     path = few_bits.make(tmp_path, "Q4_0", "llama", hidden_size=64)
     config = compose([f"model.target={path}", "proposer=suffix", "cluster.stages=1"])
     deployment = decide(config)

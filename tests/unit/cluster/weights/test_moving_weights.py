@@ -141,9 +141,7 @@ def test_what_a_login_script_prints_is_ignored(tmp_path):
         assert peer.call("prepare") == 7
 
 
-def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_again(
-    tmp_path, monkeypatch
-):
+def test_what_another_process_has_fetched_into_the_folder_is_not_fetched(tmp_path, monkeypatch):
     """Of hosts that share a file system, and of starts at once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     whole = resource_dir("demo") / "target"

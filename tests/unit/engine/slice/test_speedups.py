@@ -128,9 +128,7 @@ def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder):
 
 
 @torch.inference_mode()
-def test_few_weights_are_one_graph_by_one_thread_whose_rows_are_the_same_in_every_batch(
-    folder, monkeypatch
-):
+def test_few_weights_are_one_graph_whose_rows_are_the_same_in_every_batch(folder, monkeypatch):
     model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, dtype=torch.float32)
     before = says(model)
     used = []

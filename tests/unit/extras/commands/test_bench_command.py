@@ -23,9 +23,7 @@ POLICIES = ("--policies", "root,level")
         (["--policies", "root,level policy.width=-1"], "policy.width is -1"),
     ],
 )
-def test_a_comparison_that_cannot_be_is_refused_before_anything_starts(
-    arguments, part, monkeypatch, capsys
-):
+def test_a_comparison_that_cannot_be_is_refused_at_once(arguments, part, monkeypatch, capsys):
     def none(*_: object, **__: object) -> None:
         raise AssertionError("an agent was started")
 

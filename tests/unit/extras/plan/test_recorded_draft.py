@@ -118,9 +118,7 @@ def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
     assert with_wide_hop(found, config, ran(step_ms=10.5)) == found
 
 
-def test_hop_beyond_what_was_measured_takes_the_bytes_of_its_rows_on_the_slowest_link(
-    tmp_path, capsys
-):
+def test_hop_beyond_what_was_measured_takes_its_bytes_on_the_slowest_link(tmp_path, capsys):
     """6 ms for one row and 47 for two are no 2,589 for 64."""
     file = profile(tmp_path, hop_ms=["1:6", "2:47"], row_ms=0.01)
     hop = Profile.read(file).machine().hop
