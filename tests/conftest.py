@@ -1,7 +1,5 @@
 """What every test shares: one thread each, no network, one sequence of random examples."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import faulthandler
@@ -26,7 +24,6 @@ gc.disable()
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Numba compiles for seconds: once for all tests, and for the processes that they start.
 # What is kept of models is kept for one run of the suite, and its workers share it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pipespec-tests-")

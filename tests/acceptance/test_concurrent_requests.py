@@ -1,7 +1,5 @@
 """Concurrent requests get the texts that they get alone, whatever happens to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -41,10 +39,7 @@ WAYS = [
         for policy, settings in POLICIES.items()
         if policy not in ("best_first", "level")
     ),
-    pytest.param(
-        ("policy=level", "policy.width=4", "proposer.rounds=3"),
-        marks=pytest.mark.long,
-    ),
+    pytest.param(("policy=level", "policy.width=4", "proposer.rounds=3"), marks=pytest.mark.long),
 ]
 
 
@@ -124,9 +119,7 @@ def test_concurrent_requests_get_the_texts_of_the_target(clusters, prompts, expe
     assert answers(clusters.running(*CROWD, *way), prompts) == expected
 
 
-def test_concurrent_sampled_requests_get_the_texts_they_get_alone(
-    clusters, prompts, expected, long
-):
+def test_concurrent_sampled_requests_get_the_texts_of_each_alone(clusters, prompts, expected, long):
     """Greedy and sampled requests, of which others are cancelled, in one crowd."""
     running = clusters.running(*CROWD, *BEST_FIRST)
     some = prompts[: 6 if long else 4]

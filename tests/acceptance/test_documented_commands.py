@@ -5,22 +5,12 @@
     python -m pytest -rP tests/acceptance/test_documented_commands.py -k not_run
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.documentation import (
-    LANGUAGES,
-    PARSED,
-    RUN,
-    Block,
-    Page,
-    blocks,
-    pages,
-)
+from tests.helpers.documentation import LANGUAGES, PARSED, RUN, Block, Page, blocks, pages
 from tests.helpers.sandbox import Sandbox
 
 SHORTEST_REASON = 3  # words

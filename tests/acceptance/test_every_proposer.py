@@ -1,7 +1,5 @@
 """With every proposer the text is that of Hugging Face; wrong draft tokens cost speed alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -60,8 +58,7 @@ def decoded(deployment, redis) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("proposer", "policy", "stages"),
-    some_of(PROPOSERS, POLICIES, [1, 3], share=5),
+    ("proposer", "policy", "stages"), some_of(PROPOSERS, POLICIES, [1, 3], share=5)
 )
 def test_every_proposer_and_policy_gives_the_text_of_hugging_face(
     folder, expected, redis, proposer, policy, stages
@@ -95,9 +92,6 @@ def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
     )
     assert repeats > length / 4
     assert stats["hit_rate"] >= 0.5 * repeats / length
-
-
-# --- a mid-size model that scores the tree beside the head ---------------------------------------
 
 
 def cascade(folder, *settings: str):
@@ -134,9 +128,6 @@ def test_cascade_needs_a_mid_size_model_and_memory_for_it(folder):
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match="GiB on cpu"):
         require_memory(deployment, ranks, lambda device: wanted - 1)
-
-
-# --- a parallel draft ----------------------------------------------------------------------------
 
 
 def all_free(proposers: list) -> bool:

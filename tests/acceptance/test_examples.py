@@ -1,7 +1,5 @@
 """The scripts in `examples/`, run as their first lines say, with the demo pair."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

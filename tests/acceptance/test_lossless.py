@@ -68,9 +68,7 @@ def decoded(demo, redis, tokens: int, some: slice, *settings: str) -> list[float
 
 
 @pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS, share=4))
-def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
-    demo, redis, stages, policy, long
-):
+def test_every_policy_and_stage_count_gives_hugging_faces_text(demo, redis, stages, policy, long):
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
     some = slice(None) if every else part(4 if long else 6, policy, stages)
     settings = f"cluster.stages={stages}", *POLICIES[policy]
@@ -124,11 +122,10 @@ def test_padded_embeddings_change_no_text(tmp_path, redis, rows, draft_rows):
 
 
 @pytest.mark.parametrize(
-    ("policy", "stages"),
-    [pytest.param("level", 1, marks=pytest.mark.long), ("best_first", 3)],
+    ("policy", "stages"), [pytest.param("level", 1, marks=pytest.mark.long), ("best_first", 3)]
 )
 @pytest.mark.parametrize("architecture", SPECIAL)
-def test_unusual_architectures_give_the_text_of_hugging_face(
+def test_unusual_architectures_give_hugging_faces_text(
     tmp_path, redis, architecture, policy, stages
 ):
     target = models.build(architecture, tmp_path / "target")

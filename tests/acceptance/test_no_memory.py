@@ -1,9 +1,4 @@
-"""A rank whose allocation fails ends one request; the texts of all others do not change.
-
-Real Redis, real loops; the ranks are threads. The allocations fail as PyTorch's and NumPy's do.
-"""
-
-from __future__ import annotations
+"""A rank whose allocation fails ends one request; the texts of all others do not change."""
 
 import threading
 from collections.abc import Callable

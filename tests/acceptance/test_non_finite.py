@@ -1,9 +1,4 @@
-"""Weights that are not finite fail the requests that use them and no others.
-
-Real Redis, real loops; the ranks are threads.
-"""
-
-from __future__ import annotations
+"""Weights that are not finite fail the requests that use them and no others."""
 
 from pathlib import Path
 

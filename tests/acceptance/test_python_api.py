@@ -1,7 +1,5 @@
 """The Python interface on real clusters: texts, streams, Ctrl-C, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -61,12 +59,7 @@ def llm(place: Sandbox) -> Iterator[LLM]:
         until(lambda: not place.processes())
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
-def test_the_tokens_are_those_of_hugging_face(
-    llm: LLM, model: ModelInfo, expected: list[list[int]]
-) -> None:
+def test_the_tokens_are_those_of_hugging_face(llm, model, expected):
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
     assert [output.prompt for output in outputs] == PROMPTS
@@ -81,7 +74,7 @@ def test_the_tokens_are_those_of_hugging_face(
     assert len(pieces) > 1 and "".join(pieces) == by_ids.text
 
 
-def test_chat_uses_the_chat_template(llm: LLM, model: ModelInfo) -> None:
+def test_chat_uses_the_chat_template(llm, model):
     messages = [{"role": "user", "content": "Tell me of a king"}]
     (output,) = llm.chat(messages, GREEDY)
     assert output.prompt == model.render(messages)
@@ -91,7 +84,7 @@ def test_chat_uses_the_chat_template(llm: LLM, model: ModelInfo) -> None:
     assert [one.text for one in llm.chat([messages, messages], GREEDY)] == [output.text] * 2
 
 
-def test_several_answers_differ_and_their_seeds_repeat_them(llm: LLM) -> None:
+def test_several_answers_differ_and_their_seeds_repeat_them(llm):
     params = SamplingParams(n=3, temperature=1, max_tokens=NUM_TOKENS, seed=7, logprobs=2)
     (output,) = llm.generate(PROMPTS[0], params)
     texts = [one.text for one in output.outputs]
@@ -105,7 +98,7 @@ def test_several_answers_differ_and_their_seeds_repeat_them(llm: LLM) -> None:
     assert output.prompt_logprobs is None
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM, expected: list[list[int]]) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm, expected):
     longer, shorter = (SamplingParams(max_tokens=count) for count in (8, 3))
     outputs = llm.generate(PROMPTS[:2], [longer, shorter])
     assert [each.outputs[0].token_ids for each in outputs] == [expected[0][:8], expected[1][:3]]
@@ -114,7 +107,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM, expected: list[list[i
             llm.generate(PROMPTS[:2], wrong)
 
 
-def test_what_a_request_cannot_have_is_refused(llm: LLM) -> None:
+def test_what_a_request_cannot_have_is_refused(llm):
     with pytest.raises(ConfigError, match="logit_bias names the token 99999"):
         llm.generate(PROMPTS[0], SamplingParams(logit_bias={99999: 1}))
     with pytest.raises(ConfigError, match=r"stop_token_ids is 2048, but must be .* 2047"):
@@ -123,16 +116,13 @@ def test_what_a_request_cannot_have_is_refused(llm: LLM) -> None:
         list(llm.stream(PROMPTS[0], SamplingParams(n=2, temperature=1)))
 
 
-# --- where it is used -----------------------------------------------------------------------------
-
-
-def test_several_threads_may_use_it_at_once(llm: LLM, expected: list[list[int]]) -> None:
+def test_several_threads_may_use_it_at_once(llm, expected):
     with ThreadPoolExecutor(4) as threads:
         for outputs in threads.map(lambda _: llm.generate(PROMPTS, GREEDY), range(4)):
             assert [output.token_ids for output in outputs] == expected
 
 
-def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
+def test_a_stream_that_is_left_is_cancelled(llm):
     pieces = llm.stream(PROMPTS[0], LONG)
     assert next(pieces)
     pieces.close()
@@ -141,9 +131,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
 
 
 @pytest.mark.long
-def test_many_requests_run_at_once_in_an_event_loop(
-    place: Sandbox, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_requests_run_at_once_in_an_event_loop(place, expected, monkeypatch):
     place.enter(monkeypatch)
 
     async def story() -> None:
@@ -171,9 +159,7 @@ def test_many_requests_run_at_once_in_an_event_loop(
 
 
 @pytest.mark.long
-def test_an_llm_that_is_dropped_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_llm_that_is_dropped_leaves_nothing(tmp_path, monkeypatch):
     apart = Sandbox(tmp_path)
     apart.enter(monkeypatch)
     llm = LLM(stages=1, settings=SETTINGS)
@@ -183,8 +169,6 @@ def test_an_llm_that_is_dropped_leaves_nothing(
     until(lambda: not apart.processes())
     assert not list((tmp_path / "tmp").iterdir())
 
-
-# --- scripts --------------------------------------------------------------------------------------
 
 SCRIPT = f"""
 import torch
@@ -235,9 +219,7 @@ def left(place: Sandbox) -> list[object]:
 
 
 @pytest.mark.long
-def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(
-    tmp_path: Path, expected: list[list[int]]
-) -> None:
+def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(tmp_path, expected):
     """After `import torch`, and the interpreter ends while the LLM is open."""
     with Sandbox(tmp_path) as place:
         process = start(place, tmp_path / "script.py", SCRIPT)
@@ -247,9 +229,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(
         until(lambda: not left(place))
 
 
-def test_ctrl_c_while_it_loads_ends_the_ranks_before_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_it_loads_ends_the_ranks_before_it_returns(tmp_path, monkeypatch):
     apart = Sandbox(tmp_path)
     apart.enter(monkeypatch)
 
@@ -263,9 +243,7 @@ def test_ctrl_c_while_it_loads_ends_the_ranks_before_it_returns(
     assert not apart.processes()
 
 
-def test_ctrl_c_ends_a_call_and_the_cluster_stays_usable(
-    tmp_path: Path, expected: list[list[int]]
-) -> None:
+def test_ctrl_c_ends_a_call_and_the_cluster_stays_usable(tmp_path, expected):
     with Sandbox(tmp_path) as place:
         process = start(place, tmp_path / "script.py", INTERRUPTED)
         for line, interrupt in (

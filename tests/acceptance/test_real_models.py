@@ -11,8 +11,6 @@ log-probabilities of SmolLM2 with and without its flash attention differ by up t
 texts. So what is near is another thing there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 

@@ -5,8 +5,6 @@ the next epoch know only the log. They continue with the next token, wherever th
 epochs is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,9 +135,6 @@ def resumed(
     return [answer_of(redis, *each) for each in zip(numbers, lengths, strict=True)]
 
 
-# --- greedy -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def greedy(tiny: Path) -> list[tuple[int, ...]]:
     """The answers of Hugging Face."""
@@ -173,9 +168,6 @@ def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape, pro
     assert resumed(deployment, redis, begun(greedy)) == [
         Answer(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
-
-
-# --- sampled ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["three", pytest.param("chunks", marks=pytest.mark.long)])
@@ -217,9 +209,6 @@ def numbers_of(logprobs: TokenLogprobs) -> list[float]:
     return [logprobs.logprob, *(value for _, value in logprobs.top)]
 
 
-# --- stop strings -----------------------------------------------------------------------------
-
-
 def test_stop_string_across_the_border_of_a_resumed_text_is_found(redis):
     """Every border: before the string, at every token within it, and after it."""
     folder = resource_dir("demo")
@@ -238,9 +227,6 @@ def test_stop_string_across_the_border_of_a_resumed_text_is_found(redis):
     assert resumed(deployment, redis, requests) == [
         Answer(tuple(answer[:length]), (), "stop") for _ in requests
     ]
-
-
-# --- reports ----------------------------------------------------------------------------------
 
 
 def test_every_rank_reports_a_resumed_request_and_the_head_its_replayed_tokens(tiny, redis, greedy):

@@ -1,7 +1,4 @@
-"""Targets and drafts with layers that keep a running state: the texts of Hugging Face, whatever
-decodes them and whatever happens meanwhile."""
-
-from __future__ import annotations
+"""Targets and drafts with layers that keep a running state give the texts of Hugging Face."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -91,9 +88,6 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
     request = {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": SAMPLED}
     ((tokens, *_),) = cluster.decode(deployment, redis, [request])
     assert tokens == plain_loop(path, prompt, SAMPLED, TOKENS)
-
-
-# --- many requests, in real processes ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))

@@ -5,8 +5,6 @@ The plain loop is Hugging Face's forward over the whole text, one token at a tim
 many draft tokens are accepted and one batch decides several tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,10 +1,4 @@
-"""Structured output under twenty schemas: valid, and the same text with every policy.
-
-Real Redis, real loops, the demo pair at temperature 1, so that the draft is often wrong; the ranks
-are threads, and all requests are decoded at once.
-"""
-
-from __future__ import annotations
+"""Structured output under twenty schemas: valid, and the same text with every policy."""
 
 import json
 from collections.abc import Sequence

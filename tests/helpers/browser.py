@@ -1,7 +1,5 @@
 """A real browser, on machines that have one. Importing this skips a module without playwright."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

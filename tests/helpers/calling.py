@@ -1,7 +1,5 @@
 """Models that have learnt to call tools, as far as a server can tell."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

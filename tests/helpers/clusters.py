@@ -10,8 +10,6 @@ To start one takes more than ten seconds of computing, most of it imports; to as
     clusters.running("policy=root").client.submit(...)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType

@@ -1,7 +1,5 @@
 """Slices of a model of `tests.helpers.models`, one after the other, and what they decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""What tests of several dialects need: a parser of one, answers as a cluster gives them, and the
-fields that an SDK sends."""
-
-from __future__ import annotations
+"""Parsers of the dialects, answers as a cluster gives them, and the fields that an SDK sends."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -40,7 +37,6 @@ def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedReq
 def shape_of(served: ModelInfo, preparer: Preparer, path: str, body: dict[str, Any]) -> Any:
     """What makes the replies to a request."""
     request, make = prepared(preparer, path, body), body_routes()[path].format
-    assert make is not None
     return make(request.parsed, served.tokenizer, "demo", **request.options)
 
 

@@ -1,7 +1,5 @@
 """Reads a Dockerfile: its stages, and the instructions of each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field

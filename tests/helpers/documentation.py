@@ -14,8 +14,6 @@ a backslash does. Other lines are what the command prints: `...` stands for anyt
 line breaks are not compared. Port 8000 is replaced by a free one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,10 +1,8 @@
 """A request for which a proposer drafts, without a head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,7 +20,7 @@ class Drafted:
     tree: Tree
 
     @classmethod
-    def start(cls, proposer: Any, tokens: Sequence[int], number: int = 0, **more: Any) -> Drafted:
+    def start(cls, proposer: Any, tokens: Sequence[int], number: int = 0, **more: Any) -> Self:
         """A prompt; `more` is of its `Context`."""
         nodes = list(range(len(tokens)))
         context = Context(number, list(tokens), nodes, prompt_len=len(tokens), **more)

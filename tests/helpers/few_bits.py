@@ -1,8 +1,6 @@
 """Checkpoints of few bits, by the names of their forms: kinds of packed integers, FP8 and FP4, and
 types of GGUF files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

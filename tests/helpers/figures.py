@@ -1,7 +1,5 @@
 """Figures of decoded prompts that a test makes up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipespec.extras.bench.figures import BenchResult, RequestResult

@@ -1,8 +1,6 @@
 """NVFP4 and MXFP4 checkpoints of compressed-tensors, as its own code packs them, and in plain
 float32 weights, as it unpacks them: nothing here is shared with what reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

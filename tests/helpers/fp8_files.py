@@ -1,8 +1,6 @@
 """FP8 checkpoints as they are published, and what they are in plain float32 weights, number by
 number: nothing here is shared with what reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Matchers whose grammar is a list of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 

@@ -1,7 +1,5 @@
 """Tiny random draft heads for tiny targets, as their trainers store them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Requests that a server must survive: valid, odd and hostile ones, the same for the same seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -103,9 +101,6 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             yield draw.choices(kinds, weights)[0](draw)
 
 
-# --- kinds --------------------------------------------------------------------------------------
-
-
 # Valid bodies by path, beside what all have.
 _HELLO = [{"role": "user", "content": "Hello"}]
 _ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
@@ -114,15 +109,8 @@ _USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Ber
 _DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 _CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
 BODIES: dict[str, tuple[dict[str, Any], ...]] = {
-    CHAT: (
-        {"messages": _HELLO},
-        {"messages": _HELLO, "tools": [TOOL], "tool_choice": "auto"},
-    ),
-    COMPLETIONS: (
-        {"prompt": "Once"},
-        {"prompt": ["a", "b"]},
-        {"prompt": [[5], [6, 7]]},
-    ),
+    CHAT: ({"messages": _HELLO}, {"messages": _HELLO, "tools": [TOOL], "tool_choice": "auto"}),
+    COMPLETIONS: ({"prompt": "Once"}, {"prompt": ["a", "b"]}, {"prompt": [[5], [6, 7]]}),
     TOKENIZE: ({"prompt": "Once"}, {"messages": _HELLO}),
     DETOKENIZE: ({"tokens": [5, 6, 7]},),
     RESPONSES: (
@@ -275,9 +263,6 @@ def broken_framing(draw: random.Random) -> Case:
     )
     name, sent = draw.choice(choices)
     return Case(f"framing: {name} {sent[:40]!r}", sent, half=True)
-
-
-# --- large ones ---------------------------------------------------------------------------------
 
 
 def message(content: Any) -> dict[str, Any]:

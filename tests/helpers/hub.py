@@ -1,7 +1,5 @@
 """A hub on this machine, which counts what it sends and can misbehave."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Which of the slow packages commands import."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Architectures that differ in how they compute, of which the short suite tries one each."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -4,8 +4,6 @@ with watched(lambda: family(process.pid)) as seen:
     ...     # every socket on which the process or a descendant listened meanwhile is in `seen`
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -1,7 +1,5 @@
 """llama.cpp's tokenizer, of the library in the package xllamacpp, by its C functions."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from collections.abc import Mapping

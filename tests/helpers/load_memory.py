@@ -8,8 +8,6 @@ has then. It has loaded the small one before. Each case has a process of its own
 imported and no thread was started.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A head without a cluster, and what it does with the request log, one request at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipespec.controller import epoch_control

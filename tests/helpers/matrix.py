@@ -1,7 +1,5 @@
 """The combinations of settings that the suite tries, and those that only `--long` does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """The members of a tensor-parallel slice as threads of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError
@@ -17,7 +15,7 @@ from tests.helpers.recording import notes
 
 T = TypeVar("T")
 
-_recordable: dict[int, RecordableGroup] = {}
+_recordable: dict[int, "RecordableGroup"] = {}
 
 
 @torch.library.custom_op("pipespec_tests::gather", mutates_args=())

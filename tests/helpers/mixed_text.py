@@ -1,7 +1,5 @@
 """Random texts of mixed scripts, for tokenizers."""
 
-from __future__ import annotations
-
 import random
 import string
 import unicodedata

@@ -4,8 +4,6 @@ Weights are scaled so that hidden states matter: with Transformers' own initiali
 logits are nearly flat and greedy decoding repeats itself, which would hide most errors.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

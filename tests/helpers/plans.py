@@ -1,7 +1,5 @@
 """Random attention plans, and attention as it is defined."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import strategies as st

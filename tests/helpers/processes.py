@@ -1,7 +1,5 @@
 """Processes that may end at any moment, even while they are looked at; modules on hosts."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Settings of every proposer of `conf/proposer`, and of policies to try it with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, fields

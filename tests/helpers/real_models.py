@@ -1,7 +1,5 @@
 """Real weights, for tests marked `real_models`, and llama.cpp as their oracle."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -55,14 +53,12 @@ class LlamaCpp:
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, in which special tokens are read as such."""
-        found: list[int] = self.post("/tokenize", content=text, add_special=True)["tokens"]
-        return found
+        return self.post("/tokenize", content=text, add_special=True)["tokens"]
 
     def render(self, prompt: str) -> str:
         """A prompt in the model's chat template."""
         messages = [{"role": "user", "content": prompt}]
-        text: str = self.post("/apply-template", messages=messages)["prompt"]
-        return text
+        return self.post("/apply-template", messages=messages)["prompt"]
 
     def decode(self, prompt: Sequence[int], count: int) -> list[Place]:
         """So many tokens after a prompt, or fewer if the text ends; decoded greedily."""

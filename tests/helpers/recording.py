@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs: `make_fx` records every operation of one run, and replays them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A toy model whose layer keeps a running state, checked row by row against its own path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache

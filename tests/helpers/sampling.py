@@ -1,7 +1,5 @@
 """Random logits, and a reference sampler: one row at a time, with everything sorted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands that run as processes, and what they leave behind."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
@@ -11,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -35,7 +33,7 @@ class Sandbox:
     folder: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def __enter__(self) -> Sandbox:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """A server whose cluster has a scripted head: a test decides its tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A server process on a cluster of its own, and clients of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ class Server:
     def __init__(self, place: Sandbox, *arguments: str, model: str = MODEL, **how: Any):
         usual = ("--json", "--port", "0", "--served-model-name", model)
         self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments, **how)
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise AssertionError(self.process.communicate()[1])

@@ -1,7 +1,5 @@
 """Checkpoints in many files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -10,8 +10,6 @@ else, too, either side may have waited for a processor. So a stall is the shorte
 until the reply and the processor time of the server's process in that time.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import subprocess

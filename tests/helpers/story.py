@@ -1,7 +1,5 @@
 """A scripted controller and links, so that the loop of one rank runs in one thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 

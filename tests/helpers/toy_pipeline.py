@@ -4,8 +4,6 @@ The toy computes with what lies in the slots that a row attends to, so a text co
 any slot has another's content. It counts; nothing is rounded.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A tree of draft tokens against a dictionary of texts, and its invariants."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree

@@ -1,7 +1,5 @@
 """Waiting for what another process brings about."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""What many tests need: a Redis for those of a module, and in it a namespace and a head for each; a
-place for commands."""
-
-from __future__ import annotations
+"""A Redis for a module, a namespace and a head in it for each test, and a place for commands."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,7 +1,5 @@
 """A name that one agent of a host holds, and who may be signalled for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -48,7 +46,6 @@ def started() -> subprocess.Popen[str]:
 def holder() -> Iterator[subprocess.Popen[str]]:
     process = started()
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
     finally:
@@ -110,10 +107,8 @@ def test_lock_whose_file_names_another_process_signals_none(named):
             waiting = started()
             try:
                 # It gets the lock only by the holder's own end.
-                assert earlier.stdin is not None
                 earlier.stdin.close()
                 assert earlier.wait(PATIENCE) == 0
-                assert waiting.stdout is not None
                 assert waiting.stdout.readline() == "held\n"
             finally:
                 waiting.kill()

@@ -1,7 +1,4 @@
-"""Clients, in an event loop and outside: slow readers, cancellation, and a cluster that goes and
-returns."""
-
-from __future__ import annotations
+"""Clients: slow readers, cancellation, and a cluster that goes and returns."""
 
 import asyncio
 import re
@@ -91,9 +88,7 @@ def end(head: Controller, request: int, *tokens: int) -> None:
     head.tokens(request)
 
 
-async def test_a_slow_reader_loses_no_event_and_delays_no_other(
-    head: Controller, running: RunningCluster
-) -> None:
+async def test_a_slow_reader_loses_no_event_and_delays_no_other(head, running):
     async with attach(running, LONG_S) as client, client.follow() as followed:
         slow = await ask(followed)
         for i in range(1500):
@@ -109,9 +104,7 @@ async def test_a_slow_reader_loses_no_event_and_delays_no_other(
         assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
 
 
-async def test_request_submitted_during_a_read_is_followed_at_once(
-    head: Controller, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_submitted_during_a_read_is_followed_at_once(head, running, monkeypatch):
     monkeypatch.setattr(async_client, "HEARTBEAT_S", LONG_S)
     async with attach(running, LONG_S) as client, client.follow() as followed:
         await ask(followed)
@@ -126,9 +119,7 @@ async def test_request_submitted_during_a_read_is_followed_at_once(
 
 
 @pytest.mark.usefixtures("head")
-async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(
-    server: EmbeddedRedis, running: RunningCluster
-) -> None:
+async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(server, running):
     far = replace(running, owner=replace(Owner.this(), machine="elsewhere"))
     began = time.monotonic()
     async with attach(far, LONG_S) as client, client.follow() as followed:
@@ -140,9 +131,7 @@ async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(
     assert int(looks[1] if looks else 0) <= (time.monotonic() - began) / async_client.HEARTBEAT_S
 
 
-async def test_leaving_cancels_only_requests_that_have_not_finished(
-    head: Controller, running: RunningCluster
-) -> None:
+async def test_leaving_cancels_only_requests_that_have_not_finished(head, running):
     async with attach(running, LONG_S) as client:
         async with client.follow() as followed:
             first, second = await ask(followed), await ask(followed)
@@ -158,7 +147,7 @@ async def test_leaving_cancels_only_requests_that_have_not_finished(
     assert ends == [Finished("stop"), Finished("cancelled"), Finished("cancelled")]
 
 
-async def test_leaving_does_not_wait_for_a_cluster_that_is_away(running: RunningCluster) -> None:
+async def test_leaving_does_not_wait_for_a_cluster_that_is_away(running):
     with ExitStack() as ending:
         redis = ending.enter_context(EmbeddedRedis())
         here = replace(running, url=redis.url)
@@ -172,9 +161,7 @@ async def test_leaving_does_not_wait_for_a_cluster_that_is_away(running: Running
     assert time.monotonic() - began < 2 * ANSWER_TIMEOUT_S
 
 
-async def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
-    head: Controller, running: RunningCluster
-) -> None:
+async def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(head, running):
     gone = replace(running, owner=ended())
     async with attach(gone, patience=0.2) as client, client.follow() as followed:
         await ask(followed)
@@ -185,9 +172,7 @@ async def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
     assert head.tokens(1) == ()
 
 
-async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
-    server: EmbeddedRedis, head: Controller, running: RunningCluster
-) -> None:
+async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(server, head, running):
     """As when another server takes over: it ends the reads that wait."""
     with closing(RedisConnection(server.url)) as admin:
         async with attach(running, LONG_S) as client, client.follow() as followed:
@@ -202,9 +187,7 @@ async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
             assert await all_of(followed) == [(request, Finished("stop"))]
 
 
-def test_what_ends_the_reader_is_raised_to_all_who_wait(
-    server: EmbeddedRedis, running: RunningCluster
-) -> None:
+def test_what_ends_the_reader_is_raised_to_all_who_wait(server, running):
     """Here an administrator of the user's Redis takes the right to read away."""
 
     async def wait(followed: AsyncAnswer) -> None:
@@ -231,9 +214,7 @@ def test_what_ends_the_reader_is_raised_to_all_who_wait(
         asyncio.run(story())
 
 
-async def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(
-    running: RunningCluster, tmp_path: Path
-) -> None:
+async def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(running, tmp_path):
     data = tmp_path / "data"
     with EmbeddedRedis(data=data) as first, head_of(first, NAMESPACE) as head:
         stack = attach(replace(running, url=first.url, owner=ended()), LONG_S)
@@ -257,9 +238,7 @@ async def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(
         await stack.__aexit__(None, None, None)
 
 
-async def test_another_cluster_of_the_same_name_fails_the_requests(
-    head: Controller, running: RunningCluster
-) -> None:
+async def test_another_cluster_of_the_same_name_fails_the_requests(head, running):
     gone = replace(running, owner=ended())
     with EmbeddedRedis() as other, head_of(other, NAMESPACE) as new, registry.claim(NAME):
         registry.publish(replace(running, url=other.url))
@@ -275,9 +254,7 @@ async def test_another_cluster_of_the_same_name_fails_the_requests(
     assert head.tokens(1) == ()
 
 
-async def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(
-    head: Controller, running: RunningCluster
-) -> None:
+async def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(head, running):
     """So that they are those of this machine's clock, the way of the first token included."""
     far = replace(running, owner=replace(Owner.this(), machine="elsewhere"), num_ranks=1)
     now, moved = [0], []
@@ -293,7 +270,7 @@ async def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_dela
     assert moved == [1000, 2000, 2500]
 
 
-async def test_reports_that_were_lost_are_blank(head: Controller, running: RunningCluster) -> None:
+async def test_reports_that_were_lost_are_blank(head, running):
     """After a fault: the ranks of an earlier epoch have taken theirs along."""
     async with attach(replace(running, epoch=0, num_ranks=2), LONG_S) as client:
         async with client.follow() as followed:
@@ -306,7 +283,7 @@ async def test_reports_that_were_lost_are_blank(head: Controller, running: Runni
     assert lost == empty_report(1)
 
 
-async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
+async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported():
     class EndingClient:
         async def wake(self) -> None:
             """There is room again."""
@@ -322,7 +299,7 @@ async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() ->
         await answer.next()
 
 
-async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
+async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early():
     answer = AsyncAnswer(None)  # type: ignore[arg-type]
     answer.open[1] = Followed(answer, b"")
     answer.push(1, Accepted(0, (5,)))
@@ -333,7 +310,7 @@ async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> N
         await answer.next()
 
 
-async def test_an_answer_that_was_taken_whole_is_not_interrupted_any_more() -> None:
+async def test_an_answer_that_was_taken_whole_is_not_interrupted_any_more():
     answer = AsyncAnswer(None)  # type: ignore[arg-type]
     answer.open[1] = Followed(answer, b"")
     finished = Finished("length")
@@ -343,12 +320,7 @@ async def test_an_answer_that_was_taken_whole_is_not_interrupted_any_more() -> N
     assert len(answer) == 0
 
 
-# --- callers that block -----------------------------------------------------------------------
-
-
-def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
-    head: Controller, running: RunningCluster
-) -> None:
+def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(head, running):
     known = head.enqueue(**ASKED)
     end(head, known)
     with sync_client.attach(running, LONG_S) as client, client.follow() as answers:
@@ -360,12 +332,7 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
         assert client.run(answers.next(LONG_S)) == [(known, Finished("stop"))]
 
 
-# --- the connection ---------------------------------------------------------------------------
-
-
-async def test_a_call_cancelled_halfway_does_not_disturb_the_next(
-    server: EmbeddedRedis, head: Controller
-) -> None:
+async def test_a_call_cancelled_halfway_does_not_disturb_the_next(server, head):
     log = AsyncRequestLog(server.url, namespace=NAMESPACE, patience=LONG_S)
     (first,) = await log.enqueue([Request(0, **ASKED)], 99)
     for turns in range(1, 20):  # of the loop, before it is cancelled
@@ -381,9 +348,7 @@ async def test_a_call_cancelled_halfway_does_not_disturb_the_next(
     await log.close()
 
 
-async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(monkeypatch):
     """As one that hangs does, or what stands before it: the greeting is not answered either."""
     monkeypatch.setattr(async_request_log, "ANSWER_TIMEOUT_S", 0.2)
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
@@ -395,12 +360,7 @@ async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(
     silent.close()
 
 
-# --- conversations ----------------------------------------------------------------------------
-
-
-async def test_conversations_are_kept_within_a_bound(
-    server: EmbeddedRedis, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_conversations_are_kept_within_a_bound(server, running, monkeypatch):
     monkeypatch.setattr(async_request_log, "MAX_CONVERSATION_BYTES", 100)
     async with attach(running, patience=LONG_S) as client:
         log = client.log

@@ -1,7 +1,4 @@
-"""The benchmarks: their pure parts, that each describes itself, and a small run of those that need
-little."""
-
-from __future__ import annotations
+"""The benchmarks: their pure parts, their --help, and small runs."""
 
 import importlib
 import io
@@ -23,8 +20,6 @@ from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import inspect
 from tools.inflate import Shape, read_config
 
-# --- drawing ------------------------------------------------------------------------------------
-
 
 def test_a_figure_is_written_as_equal_png_and_svg(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
@@ -39,9 +34,6 @@ def test_a_figure_is_written_as_equal_png_and_svg(tmp_path):
         assert first == second
     svg = (tmp_path / "a.svg").read_text()
     assert "Title" in svg and "A note" in svg and "ms" in svg and "<dc:date>" not in svg
-
-
-# --- a stage's time -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +81,6 @@ def test_what_a_step_must_read_and_compute_follows_from_the_shape(demo_stage):
     assert draft["weight_bytes"] == whole.weights
 
 
-# --- arithmetic ---------------------------------------------------------------------------------
-
-
 def test_a_target_is_inflated_only_for_more_stages_than_it_has_layers(tmp_path):
     assert run_options.target(16, tmp_path) == []
     _, setting = run_options.target(17, tmp_path)
@@ -115,9 +104,6 @@ def test_memory_is_predicted_to_the_byte_for_the_demo_target():
     assert sum(part.kv for part in parts) == 111 * per_token
 
 
-# --- what is stored -----------------------------------------------------------------------------
-
-
 def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     truth = tmp_path / "truth.jsonl"
     truth.write_text("[1,2]\n")
@@ -136,8 +122,6 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     assert str(tmp_path) not in json.dumps(settings)
     assert experiment.overrides(given, tmp_path)[2] == "proposer.truth=truth.jsonl"
 
-
-# --- all of them --------------------------------------------------------------------------------
 
 PROGRAMS = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts)

@@ -1,7 +1,5 @@
 """The chaos benchmark: its schedule, judgements, refused options, and short runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

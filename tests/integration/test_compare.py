@@ -1,9 +1,6 @@
 """`pipespec bench --policies` as a user runs it: one cluster for several policies."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -19,10 +16,7 @@ PLAIN, WIDE = "root", "level policy.width=4 policy.children=2"
 SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
 
 
-def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(tmp_path, capfd):
     folder = resource_dir("demo") / "target"
     prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)

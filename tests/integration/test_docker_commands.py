@@ -1,7 +1,5 @@
 """What the Dockerfile runs, run in a folder and a virtual environment instead of a container."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -85,7 +83,6 @@ def test_entrypoint_serves_and_the_health_check_sees_it(image: Path, place: Sand
         text=True,
     ) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         loads = process.stderr.readline()
         address = next(word for word in loads.split() if word.startswith("http://"))
 

@@ -1,7 +1,5 @@
 """`pipespec doctor` on hosts that are processes of this machine, each at a loopback address."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,12 +16,7 @@ import yaml
 
 from pipespec.cli.main import main
 from pipespec.cluster.diagnostics import examine_hosts, probe
-from pipespec.cluster.diagnostics.probe import (
-    Endpoint,
-    NotReached,
-    PeerConnection,
-    ProbeListener,
-)
+from pipespec.cluster.diagnostics.probe import Endpoint, NotReached, PeerConnection, ProbeListener
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import interfaces
 from pipespec.system.versions import own_version
@@ -85,7 +78,7 @@ def python(folder: Path, *lines: str) -> str:
 RUN_PYTHON = f'exec "{sys.executable}" "$@"'
 
 
-def test_three_hosts_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_hosts_in_good_health(tmp_path, capsys):
     report, _ = examined(capsys, hosts_file(tmp_path), code=0)
     assert report["findings"] == []
     assert list(report["hosts"]) == list(HOSTS)
@@ -102,7 +95,7 @@ def test_three_hosts_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert link["measured"]["gbit_per_s"] > 0
 
 
-def test_a_draft_head_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_head_is_examined(tmp_path, capsys):
     target = models.shared("llama")
     head = heads.write_eagle3(tmp_path / "head", target)
     settings = [hosts_file(tmp_path, HOSTS[:2]), "proposer=head", f"model.target={target}"]
@@ -115,7 +108,7 @@ def test_a_draft_head_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "heads of one layer of llama are read" in capsys.readouterr().err
 
 
-def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables(tmp_path, capsys):
     assert main(["doctor", hosts_file(tmp_path, HOSTS[:2])]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -124,9 +117,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1] == "The hosts can work together; nothing is wrong."
 
 
-def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(tmp_path, capsys):
     file = hosts_file(tmp_path, beta={"ssh": "none"})
     report, (warning,) = examined(capsys, file, code=0)
     assert warning == (
@@ -141,9 +132,7 @@ def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(
     ]
 
 
-def test_if_all_hosts_are_started_by_hand_none_is_called_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_if_all_hosts_are_started_by_hand_none_is_called_fit(tmp_path, capsys):
     by_hand = {name: {"ssh": "none"} for name in HOSTS}
     assert main(["doctor", hosts_file(tmp_path, **by_hand)]) == 0
     out, err = capsys.readouterr()
@@ -151,18 +140,14 @@ def test_if_all_hosts_are_started_by_hand_none_is_called_fit(
     assert err.startswith("pipespec: warning: alpha, beta and gamma are started by hand")
 
 
-def test_partition_refuses_a_host_that_is_started_by_hand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_partition_refuses_a_host_that_is_started_by_hand(tmp_path, capsys):
     assert main(["plan", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pipespec: beta cannot be measured, as `ssh: none` means")
     assert "with `split`" in err and len(err.splitlines()) == 1
 
 
-def test_a_model_that_differs_and_one_that_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_differs_and_one_that_is_missing(tmp_path, capsys):
     other = shutil.copytree(resource_dir("demo") / "target", tmp_path / "other")
     (other / "config.json").write_text("{}")
     file = hosts_file(tmp_path, beta={"target": str(other)}, gamma={"draft": "/no/such/draft"})
@@ -171,7 +156,7 @@ def test_a_model_that_differs_and_one_that_is_missing(
     assert "warning: The draft /no/such/draft on gamma is missing" in warning
 
 
-def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probes_that_do_not_start(tmp_path, capsys):
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),
         "broken": (["echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
@@ -187,9 +172,7 @@ def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {link["source"] for link in report["links"]} == set(HOSTS[:2])
 
 
-def test_a_host_that_does_not_answer_is_given_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_does_not_answer_is_given_up(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(examine_hosts, "HELLO_TIMEOUT_S", 2.0)
     beta = {"python": python(tmp_path, "exec sleep 600")}
     file = hosts_file(tmp_path, HOSTS[:2], beta=beta)
@@ -197,9 +180,7 @@ def test_a_host_that_does_not_answer_is_given_up(
     assert any("beta: the probe did not answer within 2 s; check the load" in x for x in lines)
 
 
-def test_an_address_that_leads_to_another_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_that_leads_to_another_machine(tmp_path, capsys):
     """beta lives in a network namespace of its own, where 127.0.0.2 is another one."""
     apart = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     trial = [*apart, "ip", "link", "set", "lo", "up"]
@@ -219,9 +200,7 @@ def test_an_address_that_leads_to_another_machine(
 
 
 @pytest.mark.long
-def test_addresses_at_which_hosts_cannot_be_reached(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_addresses_at_which_hosts_cannot_be_reached(tmp_path, capsys):
     file = hosts_file(
         tmp_path,
         far={"address": "203.0.113.7"},
@@ -240,16 +219,13 @@ def test_addresses_at_which_hosts_cannot_be_reached(
     assert all(part in line for part, line in zip(parts, lines, strict=True))
 
 
-# --- the probe by itself ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def place() -> Endpoint:
     """Where a probe of a host called beta listens."""
     return ProbeListener("beta", TOKEN).open("127.0.0.1")
 
 
-def test_probe_listener_accepts_only_clients_with_the_token(place: Endpoint) -> None:
+def test_probe_listener_accepts_only_clients_with_the_token(place):
     with closing(PeerConnection(place, "beta", TOKEN)) as peer:
         assert peer.round_trip() > 0
         assert peer.rate(0.0) > 0
@@ -259,14 +235,14 @@ def test_probe_listener_accepts_only_clients_with_the_token(place: Endpoint) -> 
         assert (refused.value.problem, refused.value.who) == ("stranger", None)
 
 
-def test_probe_listener_sends_nothing_to_a_client_without_the_token(place: Endpoint) -> None:
+def test_probe_listener_sends_nothing_to_a_client_without_the_token(place):
     with socket.create_connection((place.address, place.port)) as stranger:
         stranger.settimeout(10)
         stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(64))
         assert stranger.recv(1) == b""
 
 
-def test_a_crowd_of_silent_strangers_is_not_let_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_of_silent_strangers_is_not_let_grow(monkeypatch):
     monkeypatch.setattr(probe, "MAX_PEERS", 2)
     crowded = ProbeListener("beta", TOKEN).open("127.0.0.1")
     strangers = [socket.create_connection((crowded.address, crowded.port)) for _ in range(3)]
@@ -278,7 +254,7 @@ def test_a_crowd_of_silent_strangers_is_not_let_grow(monkeypatch: pytest.MonkeyP
             stranger.close()
 
 
-def test_batches_may_have_an_interface_of_their_own() -> None:
+def test_batches_may_have_an_interface_of_their_own():
     named = [
         (known.name, address)
         for known in interfaces()
@@ -294,13 +270,13 @@ def test_batches_may_have_an_interface_of_their_own() -> None:
     PeerConnection(listening.place, "beta", TOKEN).close()
 
 
-def test_another_host_at_the_address_is_named(place: Endpoint) -> None:
+def test_another_host_at_the_address_is_named(place):
     with pytest.raises(NotReached) as refused:
         PeerConnection(place, "alpha", TOKEN)
     assert (refused.value.problem, refused.value.who) == ("stranger", "beta")
 
 
-def test_port_without_a_listener_is_refused() -> None:
+def test_port_without_a_listener_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     found = probe.link(TOKEN, "beta", {"address": "127.0.0.1", "port": port})
@@ -308,19 +284,15 @@ def test_port_without_a_listener_is_refused() -> None:
     assert found.measured is None
 
 
-def test_a_probe_ends_with_its_standard_input() -> None:
+def test_a_probe_ends_with_its_standard_input():
     line = [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b'{"do": "hello"}\n')
         process.stdin.flush()
         lines = (json.loads(each) for each in process.stdout if each.strip())
         assert [next(lines), next(lines)] == [{"version": own_version()}, {"result": None}]
         process.stdin.close()
         assert process.wait(60) == 0
-
-
-# --- hosts with addresses of their own --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +314,7 @@ def bed_report(bed: testbed.Testbed) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
+def test_links_are_measured_as_they_are(bed):
     code, report = bed_report(bed)
     assert code == 0
     assert len(report["links"]) == 6
@@ -352,7 +324,7 @@ def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
 
 
 @pytest.mark.long
-def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
+def test_a_cut_link_names_the_pair(bed):
     bed.cut("b", "c")
     code, report = bed_report(bed)
     assert code == 1

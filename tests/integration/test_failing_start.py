@@ -1,7 +1,4 @@
-"""A cluster over several hosts that cannot start: the reason of the host that is at fault reaches
-the user within three seconds."""
-
-from __future__ import annotations
+"""The reason why a host cannot start reaches the user within three seconds."""
 
 import os
 import shutil
@@ -40,10 +37,7 @@ def bed() -> Iterator[Testbed]:
 
 
 def generate(
-    bed: Testbed,
-    entry: dict[str, Any],
-    failed: Callable[[psutil.Process], bool],
-    *settings: str,
+    bed: Testbed, entry: dict[str, Any], failed: Callable[[psutil.Process], bool], *settings: str
 ) -> tuple[str, float]:
     """What the command says when the faulty host's entry in the hosts file is changed, and how
     many seconds after the failure it ends. `failed`: whether the host of this command has."""

@@ -1,7 +1,5 @@
 """Slices of checkpoints whose tensors came from a hub, each host's alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -93,12 +91,11 @@ LONG = ("one file", "gptq", "awq", "gguf")
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE],
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE]
 )
 def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
-    kind: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, hub, tmp_path, monkeypatch
+):
     served, reference = MADE[kind](tmp_path)
     hub.folders["org/model"] = served
     file = next((each.name for each in sorted(served.glob("*.gguf"))), "")
@@ -154,7 +151,7 @@ def same_files(folder: Path, model: Path) -> bool:
     return all((folder / file.name).read_bytes() == file.read_bytes() for file in files)
 
 
-def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Path) -> None:
+def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub, model):
     info, size = inspect("org/model"), sum(f.stat().st_size for f in model.glob("*.safetensors"))
     hub.faults = [Fault(), Fault(change=lambda data: data[:-1] + bytes([data[-1] ^ 1]))]
     with pytest.raises(ModelError, match="has another SHA-256 than the hub states"):
@@ -170,9 +167,7 @@ def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Pa
         assert own.digest(own.num_blocks) == sha256(own.path.read_bytes()).digest()
 
 
-def test_whole_files_in_the_hubs_cache_are_used_as_they_are(
-    hub: Hub, model: Path, tmp_path: Path
-) -> None:
+def test_whole_files_in_the_hubs_cache_are_used_as_they_are(hub, model, tmp_path):
     cached = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
     files = sorted(model.glob("*.safetensors"))
     cached.mkdir(parents=True)
@@ -195,9 +190,7 @@ def test_whole_files_in_the_hubs_cache_are_used_as_they_are(
     assert same_files(info.path, model)
 
 
-def test_a_gguf_file_does_not_stand_for_the_checkpoint_beside_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_does_not_stand_for_the_checkpoint_beside_it(model, tmp_path):
     source = build("llama", tmp_path / "source", vocab_size=2000, **WIDE)
     write(source, model / "m.gguf", "llama", lambda _: GGMLQuantizationType.Q8_0)
     assert inspect("org/model/m.gguf").path.name == "m.gguf"
@@ -207,9 +200,7 @@ def test_a_gguf_file_does_not_stand_for_the_checkpoint_beside_it(
 
 
 @pytest.mark.usefixtures("model")
-def test_offline_what_was_fetched_is_used_and_the_rest_is_named(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_what_was_fetched_is_used_and_the_rest_is_named(hub, monkeypatch):
     first = parts_of(range(2), NUM_LAYERS, tied=False)
     fetch_parts(inspect("org/model").path, first)
     requests = hub.requests.copy()
@@ -222,9 +213,7 @@ def test_offline_what_was_fetched_is_used_and_the_rest_is_named(
 
 
 @pytest.mark.usefixtures("model")
-def test_a_hub_that_cannot_be_reached_is_not_waited_for_where_a_copy_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_not_waited_for_where_a_copy_is(monkeypatch):
     path = inspect("org/model").path
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(sources, "FIRST_WAIT_S", 1e6)  # the test would not end
@@ -232,9 +221,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for_where_a_copy_is(
 
 
 @pytest.mark.usefixtures("model")
-def test_a_full_disk_is_known_before_anything_is_fetched(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_known_before_anything_is_fetched(hub, monkeypatch):
     path, before = inspect("org/model").path, hub.weight_bytes
     usage = shutil.disk_usage(path)._replace(free=sources.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -243,7 +230,7 @@ def test_a_full_disk_is_known_before_anything_is_fetched(
     assert hub.weight_bytes == before
 
 
-def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
+def test_an_index_that_is_missing_is_one_sentence(model):
     (model / "model.safetensors.index.json").unlink()
     with pytest.raises(
         ModelError, match=r"org/model holds no model\.safetensors\.index\.json; name"
@@ -275,7 +262,7 @@ print(max(found) - found[0])
 
 
 @pytest.mark.slow
-def test_fetching_takes_little_memory(hub: Hub, tmp_path: Path) -> None:
+def test_fetching_takes_little_memory(hub, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     state = {"model.layers.0.norm.weight": torch.zeros(1)}

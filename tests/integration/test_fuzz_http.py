@@ -4,8 +4,6 @@ They are drawn from one seed (`tests.helpers.http_cases`) and sent one after ano
 connection of its own, while a second client asks for /health all the time.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,3 @@
-"""GGUF files as checkpoints: weights, config, tokenizer, and what is refused."""
-
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -568,9 +564,7 @@ UP, NORM = b"blk.0.ffn_up.weight", b"blk.0.attn_norm.weight"
         (NORM, b"blk.0.attn_q.bias12345", None, r"1 tensors that llama .* no place for, .*q\.bias"),
     ],
 )
-def test_tensor_of_an_unsupported_type_or_name_is_refused(
-    files, tmp_path, name, other, kind, sentence
-):
+def test_tensor_of_an_unknown_type_or_name_is_refused(files, tmp_path, name, other, kind, sentence):
     """Which is edited in the header."""
     data = bytearray(files("llama", Type.Q8_0).read_bytes())
     at = data.index(name)

@@ -1,7 +1,4 @@
-"""What clients may send, and hold open, before and after their key is checked: real sockets at a
-real server process, whose cluster is a head that takes requests and says nothing."""
-
-from __future__ import annotations
+"""What clients may send, and hold open, before and after their key is checked."""
 
 import json
 import socket
@@ -49,9 +46,6 @@ def guarded(place: Sandbox) -> Iterator[Server]:
     limits = (*limits, "--limit", f"max_header_bytes={MOST_HEADERS}")
     with serving(place, "--on", NAME, "--api-key", KEY, *limits) as server:
         yield server
-
-
-# --- before the key is checked ----------------------------------------------------------------
 
 
 def connected(server: Server) -> socket.socket:
@@ -181,9 +175,6 @@ def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-# --- connections ------------------------------------------------------------------------------
-
-
 @contextmanager
 def idle(server: Server, count: int) -> Iterator[None]:
     """Connections on which half a request was sent."""
@@ -222,9 +213,6 @@ def test_too_few_descriptors_are_refused_before_anything_starts(place: Sandbox) 
     assert process.returncode != 0
     assert "may open 90 files, but a server needs 108 at least" in said
     assert said.count("\n") == 1
-
-
-# --- the log ----------------------------------------------------------------------------------
 
 
 def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:

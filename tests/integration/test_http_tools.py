@@ -1,7 +1,5 @@
 """A server whose model calls tools, token by token, as OpenAI's package receives it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any
@@ -10,7 +8,6 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from tests.helpers.calling import MISTRAL, WEATHER, calling
 from tests.helpers.scenes import Scene, play
 
@@ -44,9 +41,7 @@ async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
     scene.finish(request, reason)
 
 
-def test_whole_reply_has_reasoning_text_and_tool_calls(
-    redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]]
-) -> None:
+def test_whole_reply_has_reasoning_text_and_tool_calls(redis, scripted):
     served, ids = scripted
 
     async def story(scene: Scene) -> None:

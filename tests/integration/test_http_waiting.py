@@ -1,22 +1,17 @@
 """A server with a scripted cluster: requests that wait, that fail, and that are too many."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import signal
 import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE
 from pipespec.errors import PipespecError
@@ -27,9 +22,7 @@ from tests.helpers.scenes import NAMESPACE, Scene, cluster_of, play, run_server
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_tokens": 5}
 
 
-def test_waiting_stream_sends_keepalives(
-    redis: EmbeddedRedis, demo: ModelInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_stream_sends_keepalives(redis, demo, monkeypatch):
     monkeypatch.setattr(response_stream, "KEEPALIVE_S", 0.05)
     word = demo.tokenizer.encode(" king")[0]
 
@@ -49,9 +42,7 @@ def test_waiting_stream_sends_keepalives(
     play(redis, demo, story)
 
 
-def test_failure_during_a_stream_is_an_event_before_the_end(
-    redis: EmbeddedRedis, demo: ModelInfo
-) -> None:
+def test_failure_during_a_stream_is_an_event_before_the_end(redis, demo):
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
             request, length = await scene.taken()
@@ -84,7 +75,7 @@ def test_failure_during_a_stream_is_an_event_before_the_end(
     play(redis, demo, story)
 
 
-def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, demo: ModelInfo) -> None:
+def test_full_queue_refuses_until_an_answer_starts(redis, demo):
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as first:
             assert first.status_code == 200
@@ -108,9 +99,7 @@ def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, demo: M
     play(redis, demo, story, max_queued_requests=1)
 
 
-def test_access_log_has_a_line_for_each_request_and_no_text(
-    redis: EmbeddedRedis, demo: ModelInfo, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_access_log_has_a_line_for_each_request_and_no_text(redis, demo, capsys):
     async def story(scene: Scene) -> None:
         key = {"X-Api-Key": "sesame"}
         for ends in (True, False):
@@ -147,9 +136,7 @@ def test_access_log_has_a_line_for_each_request_and_no_text(
         assert re.fullmatch(rf"20[0-9T:.+-]+ {expected}", line), line
 
 
-def test_token_ids_are_kept_in_the_folder_that_the_user_names(
-    redis: EmbeddedRedis, demo: ModelInfo, tmp_path: Path
-) -> None:
+def test_token_ids_are_kept_in_the_folder_that_the_user_names(redis, demo, tmp_path):
     """But for those of a client that gives a salt of its own."""
     prompts = []
 
@@ -174,12 +161,7 @@ def test_token_ids_are_kept_in_the_folder_that_the_user_names(
     assert {line["target"] for line in lines} == {demo.target}
 
 
-# --- a cluster that loads ----------------------------------------------------------------------
-
-
-def test_requests_are_refused_until_the_cluster_is_ready(
-    redis: EmbeddedRedis, demo: ModelInfo
-) -> None:
+def test_requests_are_refused_until_the_cluster_is_ready(redis, demo):
     key = {"X-Api-Key": "sesame"}
     cluster = LateCluster()
 
@@ -215,14 +197,14 @@ def test_requests_are_refused_until_the_cluster_is_ready(
     assert run_server(cluster.watch, script, api_keys=("sesame",)) == (None, [cluster.running])
 
 
-def test_signal_ends_a_server_whose_cluster_is_loading() -> None:
+def test_signal_ends_a_server_whose_cluster_is_loading():
     async def script(_: httpx2.AsyncClient) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert run_server(LateCluster().watch, script) == (signal.SIGTERM, [])
 
 
-def test_health_says_that_the_log_cannot_be_written(redis: EmbeddedRedis, demo: ModelInfo) -> None:
+def test_health_says_that_the_log_cannot_be_written(redis, demo):
     async def story(scene: Scene) -> None:
         with RedisConnection(redis.url) as pipe:
             for replicas, status in ((1, 503), (0, 200)):
@@ -235,9 +217,7 @@ def test_health_says_that_the_log_cannot_be_written(redis: EmbeddedRedis, demo: 
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_failing_cluster_ends_the_server_with_its_reason(
-    redis: EmbeddedRedis, demo: ModelInfo, ready: bool
-) -> None:
+def test_failing_cluster_ends_the_server_with_its_reason(redis, demo, ready):
     cluster = LateCluster(cluster_of(redis, demo) if ready else None)
 
     async def script(http: httpx2.AsyncClient) -> None:

@@ -1,7 +1,5 @@
 """An inflated checkpoint says what the small one says, whoever runs it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -114,9 +112,7 @@ def test_a_number_of_parameters_chooses_a_shape(parameters):
         (["--parameters", "many"], "'many' is no number such as 500M"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
-    small, tmp_path, monkeypatch, capsys, arguments, said
-):
+def test_what_cannot_be_is_one_sentence(small, tmp_path, monkeypatch, capsys, arguments, said):
     command = ["inflate", str(tmp_path / "out"), "--model", str(small("tied")), *arguments]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:

@@ -3,8 +3,6 @@
 The hosts are two network namespaces; the one that joins does not see the models.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -70,9 +68,7 @@ def join(cluster: JoinableCluster) -> Command:
     return host
 
 
-def test_texts_stay_the_same_while_a_host_joins_and_leaves(
-    cluster: JoinableCluster, expected: list[int]
-) -> None:
+def test_texts_stay_the_same_while_a_host_joins_and_leaves(cluster, expected):
     token = cluster.token()
     host = cluster.join(token)
     host.await_line("It gets the weights")
@@ -107,7 +103,7 @@ def test_texts_stay_the_same_while_a_host_joins_and_leaves(
 
 
 @pytest.mark.long
-def test_a_host_may_leave_while_it_joins(cluster: JoinableCluster, expected: list[int]) -> None:
+def test_a_host_may_leave_while_it_joins(cluster, expected):
     epoch = cluster.status().epoch
     with cluster.asking(LENGTHS) as answers:
         host = join(cluster)
@@ -120,7 +116,7 @@ def test_a_host_may_leave_while_it_joins(cluster: JoinableCluster, expected: lis
 
 
 @pytest.mark.long
-def test_a_host_whose_measuring_is_stopped_may_leave(cluster: JoinableCluster) -> None:
+def test_a_host_whose_measuring_is_stopped_may_leave(cluster):
     host = cluster.join(cluster.token())
     host.await_line("The host is measured")
     probe = next(
@@ -136,9 +132,7 @@ def test_a_host_whose_measuring_is_stopped_may_leave(cluster: JoinableCluster) -
 
 
 @pytest.mark.long
-def test_texts_stay_the_same_when_a_host_that_has_joined_is_killed(
-    cluster: JoinableCluster, expected: list[int]
-) -> None:
+def test_texts_stay_the_same_when_a_host_that_has_joined_is_killed(cluster, expected):
     host = join(cluster)
     host.await_line("It computes layer")
     with cluster.asking(LENGTHS) as answers:
@@ -158,9 +152,7 @@ def test_texts_stay_the_same_when_a_host_that_has_joined_is_killed(
 
 
 @pytest.mark.long
-def test_a_cluster_waits_for_hosts_that_it_cannot_do_without(
-    models: Path, expected: list[int]
-) -> None:
+def test_a_cluster_waits_for_hosts_that_it_cannot_do_without(models, expected):
     with (
         Testbed(hosts=2, with_ssh=False) as bed,
         JoinableCluster(bed, models, "cluster.stages=1", "--hosts", "2") as cluster,

@@ -1,7 +1,3 @@
-"""Hosts that join over sockets: who is let in, and the programs that the launcher runs on them."""
-
-from __future__ import annotations
-
 import os
 import queue
 import signal
@@ -30,6 +26,7 @@ from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.loop import NO_CONNECTION
+from pipespec.cluster.host_link.remote_program import RemoteProgram
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
 from pipespec.errors import HostFailed
@@ -100,7 +97,7 @@ def refused(token: Token, why: str) -> None:
         join(token)
 
 
-def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
+def test_a_token_lets_in_one_host_and_its_replay_none(cluster):
     token = cluster.token()
     with join(token) as host:
         assert host.name == "beta"
@@ -109,14 +106,14 @@ def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
     assert cluster.sessions.empty()
 
 
-def test_an_expired_token_lets_no_host_in(cluster: Cluster) -> None:
+def test_an_expired_token_lets_no_host_in(cluster):
     token = cluster.token()
     cluster.now = MINUTE
     refused(token, "this invitation has expired")
     assert cluster.sessions.empty()
 
 
-def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster: Cluster) -> None:
+def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster):
     token = cluster.token()
     for number in (0, 7, 19):
         secret = bytearray(token.secret)
@@ -132,7 +129,7 @@ def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster:
         pass  # it was not used up
 
 
-def test_a_host_says_nothing_about_itself_to_another_launcher(cluster: Cluster) -> None:
+def test_a_host_says_nothing_about_itself_to_another_launcher(cluster):
     """One that stands in the place of the launcher, and accepts every host."""
     token, sessions = cluster.token(), list[str]()
 
@@ -162,9 +159,7 @@ def test_a_host_says_nothing_about_itself_to_another_launcher(cluster: Cluster) 
     assert cluster.sessions.empty()
 
 
-def test_another_version_is_refused_before_the_token_is_used(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_refused_before_the_token_is_used(cluster, monkeypatch):
     token = cluster.token()
     with monkeypatch.context() as patch:
         patch.setattr(join_server, "own_version", lambda: "0.1.0, code 1")
@@ -174,7 +169,7 @@ def test_another_version_is_refused_before_the_token_is_used(
         pass
 
 
-def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
+def test_connections_without_a_token_are_closed(cluster):
     where = (cluster.server.address, cluster.server.port)
     greeting = b"SSH-2.0-stranger\r\n"
     for said in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", greeting + b"\0" * 100, b"1" * 2**18):
@@ -192,9 +187,7 @@ def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
         pass
 
 
-def test_more_connections_than_may_be_unproven_are_closed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_connections_than_may_be_unproven_are_closed(cluster, monkeypatch):
     monkeypatch.setattr(join_server, "MOST_UNPROVEN", 2)
     where = (cluster.server.address, cluster.server.port)
     with ExitStack() as stack:
@@ -209,7 +202,7 @@ def test_more_connections_than_may_be_unproven_are_closed(
         pass
 
 
-def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
+def test_a_name_that_is_taken_gets_a_number(cluster):
     with ExitStack() as stack:
         names = [
             stack.enter_context(join(cluster.token(), name)).name
@@ -218,7 +211,7 @@ def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
     assert names == ["alpha-2", "beta", "beta-2"]
 
 
-def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:
+def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster):
     token = cluster.token()
     with pytest.raises(HostFailed, match=r"address is '10\.0\.0\.256', which .* --address"):
         JoinedHost(token, "beta", ["cpu"], "10.0.0.256")
@@ -226,46 +219,42 @@ def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cl
         pass
 
 
-def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
-    monkeypatch.setattr(
-        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
-    )
-    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
-    left = threading.Event()
+class Admission:
+    """Admits so many hosts, as if they were measured, until the cluster can begin."""
 
-    def on_log(name: str, sentence: str) -> None:
-        if name == "waiting":
-            tokens.put(Token.decode(sentence.split()[-1]))
-        elif (name, sentence) == ("early", "it has left before the cluster began"):
-            left.set()
-
-    made = host_admission.HostAdmission(
-        JoinOptions(hosts=3), replace(deployment, open_to=ADDRESS), on_log
-    )
-    found: list[Deployment] = []
-    problem = deployment.placement.problem
-    with made.server, ExitStack() as stack:
-        thread = threading.Thread(
-            target=lambda: found.append(made.await_hosts(deployment, problem))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
+        measured = lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})  # noqa: E731
+        monkeypatch.setattr(host_admission, "measured", measured)
+        self.tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
+        self.left = threading.Event()
+        deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
+        self.made = host_admission.HostAdmission(
+            JoinOptions(hosts=hosts), replace(deployment, open_to=ADDRESS), self.on_log
         )
-        thread.start()
-        stack.enter_context(join(tokens.get(timeout=PATIENCE_S), "early")).leave()
-        assert left.wait(PATIENCE_S)
+        self.found: list[Deployment] = []
+        wait = lambda: self.made.await_hosts(deployment, deployment.placement.problem)  # noqa: E731
+        self.thread = threading.Thread(target=lambda: self.found.append(wait()))
+
+    def on_log(self, name: str, sentence: str) -> None:
+        if name == "waiting":
+            self.tokens.put(Token.decode(sentence.split()[-1]))
+        elif (name, sentence) == ("early", "it has left before the cluster began"):
+            self.left.set()
+
+
+def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(monkeypatch):
+    admission = Admission(monkeypatch, hosts=3)
+    with admission.made.server, ExitStack() as stack:
+        admission.thread.start()
+        stack.enter_context(join(admission.tokens.get(timeout=PATIENCE_S), "early")).leave()
+        assert admission.left.wait(PATIENCE_S)
         for name in ("beta", "gamma"):
-            stack.enter_context(join(tokens.get(timeout=PATIENCE_S), name))
-        thread.join(PATIENCE_S)
-    assert [host.name for host in found[0].joined] == ["beta", "gamma"]
+            stack.enter_context(join(admission.tokens.get(timeout=PATIENCE_S), name))
+        admission.thread.join(PATIENCE_S)
+    assert [host.name for host in admission.found[0].joined] == ["beta", "gamma"]
 
 
-def test_a_host_that_comes_again_under_its_name_joins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
-    )
+def test_a_host_that_comes_again_under_its_name_joins_anew(monkeypatch):
     attended: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
 
     def look_after(session: HostSession, *_: object, joined: bool) -> None:
@@ -273,35 +262,18 @@ def test_a_host_that_comes_again_under_its_name_joins_anew(
         session.dismiss("it was away", failed=True)
 
     monkeypatch.setattr(host_admission, "look_after_host", look_after)
-    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
-
-    def on_log(name: str, sentence: str) -> None:
-        if name == "waiting":
-            tokens.put(Token.decode(sentence.split()[-1]))
-
-    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
-    made = host_admission.HostAdmission(
-        JoinOptions(hosts=2), replace(deployment, open_to=ADDRESS), on_log
-    )
-    with made.server:
-        thread = threading.Thread(
-            target=lambda: made.await_hosts(deployment, deployment.placement.problem)
-        )
-        thread.start()
-        with join(tokens.get(timeout=PATIENCE_S)):
-            thread.join(PATIENCE_S)
-            made.begin(mock.Mock())
+    admission = Admission(monkeypatch, hosts=2)
+    with admission.made.server as server:
+        admission.thread.start()
+        with join(admission.tokens.get(timeout=PATIENCE_S)):
+            admission.thread.join(PATIENCE_S)
+            admission.made.begin(mock.Mock())
             assert attended.get(timeout=PATIENCE_S) == ("beta", True)
-        with join(Token.decode(made.server.invite(MINUTE))):
+        with join(Token.decode(server.invite(MINUTE))):
             assert attended.get(timeout=PATIENCE_S) == ("beta", False)
 
 
-# --- programs ------------------------------------------------------------------------------------
-
-
-def test_a_program_runs_on_the_host_as_if_over_ssh(
-    joined: tuple[JoinedHost, HostSession, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_runs_on_the_host_as_if_over_ssh(joined, monkeypatch):
     monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
     _, session, _ = joined
     data = os.urandom(3 * 2**20)
@@ -320,7 +292,7 @@ def test_a_program_runs_on_the_host_as_if_over_ssh(
 @pytest.fixture
 def talking(
     monkeypatch: pytest.MonkeyPatch, joined: tuple[JoinedHost, HostSession, list[str]]
-) -> Iterator[tuple[programs.Program, IO[bytes]]]:
+) -> Iterator[tuple[RemoteProgram, IO[bytes]]]:
     """A program on the host that has answered, and its errors."""
     monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
     _, session, _ = joined
@@ -333,9 +305,7 @@ def talking(
             yield program, errors
 
 
-def test_a_program_ends_when_the_launcher_hangs_up(
-    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
-) -> None:
+def test_a_program_ends_when_the_launcher_hangs_up(joined, talking):
     (host, _, _), (program, _) = joined, talking
     assert host._running
     program.kill()
@@ -343,9 +313,7 @@ def test_a_program_ends_when_the_launcher_hangs_up(
     until(lambda: not host._running, PATIENCE_S)
 
 
-def test_a_program_ends_with_its_connection(
-    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
-) -> None:
+def test_a_program_ends_with_its_connection(joined, talking):
     (host, session, _), (program, errors) = joined, talking
     broken(session)
     assert program.wait(PATIENCE_S) == NO_CONNECTION
@@ -359,15 +327,11 @@ def test_a_program_ends_with_its_connection(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers find a silent host sooner than usual."""
-    monkeypatch.setattr(join_server, "SILENCE_S", 5)
+    monkeypatch.setattr(join_server, "SILENCE_S", 3)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_silent_host_is_found(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-    talking: tuple[programs.Program, IO[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_silent_host_is_found(joined, talking, monkeypatch):
     """Its connection is open, but answers nothing, as that of a host without power."""
     (host, session, _), (program, errors) = joined, talking
     connect = joined_host.JoinedHost._connect
@@ -388,15 +352,13 @@ async def failing(*_: object) -> None:
     raise HostFailed("it has no network")
 
 
-def test_only_programs_of_pipespec_run_on_the_host(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
+def test_only_programs_of_pipespec_run_on_the_host(joined):
     _, session, _ = joined
     with pytest.raises(HostFailed, match="No module named timeit for hosts that join"):
         run_module(session.host, "timeit")
 
 
-def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluster) -> None:
+def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster):
     with running(join(cluster.token())):
         session = cluster.sessions.get(timeout=PATIENCE_S)
     until(lambda: not cluster.server._sessions)
@@ -404,28 +366,14 @@ def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluste
         run_module(session.host, "pipespec.cluster.processes.agent")
 
 
-def test_a_host_whose_connection_breaks_comes_back_by_itself(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
-    _, session, said = joined
-    first = broken(session)
-    until(lambda: session._connection not in (None, first), PATIENCE_S)
-    session.tell("welcome back")
-    until(lambda: said == ["welcome back"], PATIENCE_S)
-    assert session.lost_s == 0
-
-
 def broken(session: HostSession) -> Connection:
     """The connection of a host, which is cut."""
     first = session._connection
-    assert first is not None
     loop.soon(first[0].abort)
     return first
 
 
-def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-) -> None:
+def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(joined):
     host, session, said = joined
     # Else the launcher of this test would let it go at once.
     changed, session.changed = session.changed, threading.Event()
@@ -443,7 +391,7 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
     session.changed = changed
 
 
-def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None:
+def test_a_host_that_was_dismissed_is_not_let_in_again(cluster):
     with join(cluster.token()) as host:
         session = cluster.sessions.get(timeout=PATIENCE_S)
         session.dismissed = session.leaving = True  # it was dismissed while it was away
@@ -454,7 +402,7 @@ def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None
             host.run(lambda _: None)
 
 
-def test_hosts_are_let_go_when_the_cluster_ends() -> None:
+def test_hosts_are_let_go_when_the_cluster_ends():
     cluster = Cluster()
     with cluster.server, join(cluster.token()) as host:
         said: list[str] = []
@@ -466,6 +414,6 @@ def test_hosts_are_let_go_when_the_cluster_ends() -> None:
     assert said == ["the cluster has ended"]
 
 
-def test_hosts_join_at_one_address_of_the_machine(cluster: Cluster) -> None:
+def test_hosts_join_at_one_address_of_the_machine(cluster):
     ours = [each for each in listening([os.getpid()]) if each.port == cluster.server.port]
     assert {each.address for each in ours if each.kind == "tcp"} == {ADDRESS}

@@ -1,15 +1,11 @@
 """What a head has learnt of its proposer, from one start to the next."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.system.folders import resource_dir
 from tools.rig import cluster
 
@@ -18,12 +14,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("proposer", ["draft_model", "suffix"])
 def test_calibration_outlives_a_start_and_a_file_that_cannot_be_read(
-    redis: EmbeddedRedis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    proposer: str,
-) -> None:
+    redis, tmp_path, monkeypatch, caplog, proposer
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     demo = resource_dir("demo")
     settings = f"proposer={proposer}", "policy.width=4", "cluster.stages=2"

@@ -1,7 +1,5 @@
 """K and V in 8 bits, through the whole product."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 
@@ -62,11 +60,7 @@ def test_logits_are_those_of_plain_k_and_v_within_a_bound(model, tmp_path, form,
     found = {}
     for kept in ("auto", form):
         held = ModelSlice.load(
-            path,
-            range(inspect(path).num_layers),
-            dtype=torch.float32,
-            num_slots=64,
-            kv_dtype=kept,
+            path, range(inspect(path).num_layers), dtype=torch.float32, num_slots=64, kv_dtype=kept
         )
         tokens = torch.tensor(PROMPT)
         held.forward(tokens[:-1], torch.from_numpy(first.positions), first)

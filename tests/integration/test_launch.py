@@ -1,7 +1,5 @@
 """Ranks as processes: how a cluster ends, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle
@@ -50,9 +48,6 @@ def connect(num_ranks: int, place: str) -> DistributedTransport:
         max_columns=8,
         dtype=torch.float32,
     )
-
-
-# --- entrypoints of ranks ---------------------------------------------------------------------
 
 
 def describe(place: str) -> None:
@@ -104,9 +99,6 @@ def end_with_a_signal() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- helpers ---------------------------------------------------------------------------------
-
-
 def pids_at(meeting: Path, num_ranks: int) -> list[int]:
     """The ranks' pids, once all of them have told theirs."""
     until(lambda: all((meeting / str(rank)).exists() for rank in range(num_ranks)))
@@ -152,9 +144,6 @@ def place(tmp_path) -> str:
 def meeting(tmp_path):
     (tmp_path / "meeting").mkdir()
     return tmp_path / "meeting"
-
-
-# --- tests -----------------------------------------------------------------------------------
 
 
 def test_ranks_know_their_place(tmp_path, meeting, monkeypatch, capfd):

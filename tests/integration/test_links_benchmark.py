@@ -1,7 +1,5 @@
 """The pure parts of `benchmarks.peers`: no engine is started here."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.common.run_options import TARGET

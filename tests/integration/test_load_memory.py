@@ -1,7 +1,5 @@
 """No more than the slice and a tensor is in memory while a checkpoint of few bits is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -81,7 +79,7 @@ def measured(tmp_path_factory) -> dict[Case, tuple[int, int]]:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(CASES), done.stderr

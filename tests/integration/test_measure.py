@@ -73,24 +73,6 @@ def host():
         yield examination
 
 
-@pytest.mark.long
-def test_a_host_says_times_sizes_and_memory(host):
-    answer = host.measure_devices("a", asdict(WISH))
-    config = json.loads((DEMO / "target" / "config.json").read_text())
-    drafting, staging = answer["devices"]
-    assert drafting["draft"]["round_ms"] > 0
-    assert "stage" not in drafting
-    stage = staging["stage"]
-    assert stage["layer_ms"] > 0 and stage["head_ms"] > 0 and stage["embedding_ms"] >= 0
-    # K and V of a slot, in float32; the checkpoint is stored in bfloat16.
-    kv_size = config["num_key_value_heads"] * config["head_dim"]
-    assert stage["kv_slot_bytes"] == 2 * 4 * kv_size
-    assert answer["target"]["dtype"] == "float32"
-    assert answer["target"]["tied"] == config["tie_word_embeddings"]
-    assert len(answer["target"]["layer_bytes"]) == NUM_LAYERS
-    assert drafting["memory_bytes"] > 0
-
-
 def test_layers_that_keep_a_state_instead_of_k_and_v_are_told_apart(tmp_path):
     path = models.build("qwen3_next", tmp_path / "model")
     found, info = measure(wish(target=str(path), draft=str(path))), inspect(path)
@@ -156,9 +138,6 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     assert placement.bytes_by_rank[1] > needs.stage_bytes(range(1, 1 + len(placement.layers[0])))
     stored = inspect(DEMO / "target").stored
     assert needs.layer_bytes == tuple(2 * size for size in stored.layers)
-
-
-# --- the command ------------------------------------------------------------------------------
 
 
 @pytest.fixture

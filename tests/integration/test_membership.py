@@ -1,7 +1,5 @@
 """What the workers of a cluster share in a real Redis: epochs, complaints, who is there."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re
@@ -14,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +29,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.redis_connection import (
-    ANSWER_TIMEOUT_S,
-    RedisConnection,
-    check_server,
-)
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection, check_server
 from pipespec.controller.task_graph import compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
@@ -81,10 +74,7 @@ def life(server: EmbeddedRedis) -> Iterator[Life]:
         yield Life(server.url, stack)
 
 
-# Epochs ---------------------------------------------------------------------------------------
-
-
-def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
+def test_newest_epoch_is_read_with_its_assignment(life):
     shared = life.worker()
     assert shared.epoch(0, SHORT_S) is None
     assert [life.begin(plan) for plan in ("first", "second", "drei → 3")] == [1, 2, 3]
@@ -96,9 +86,7 @@ def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
 
 
 @pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
-def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(tmp_path, monkeypatch):
     stepped = clock.SteppedClock(tmp_path)
     with ExitStack() as stack:
         with monkeypatch.context() as patch:
@@ -113,10 +101,7 @@ def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(
         assert shared.epoch(life.begin("plan") - 1, SHORT_S) == Epoch(1, "plan")
 
 
-# Suspicions -----------------------------------------------------------------------------------
-
-
-def test_each_suspicion_is_reported_once_in_order(life: Life) -> None:
+def test_each_suspicion_is_reported_once_in_order(life):
     teller, shared = life.worker(), life.worker()
     assert shared.suspicions(SHORT_S) == []
     teller.suspect(1, "alpha/0", "The link to rank 2 broke.")
@@ -133,10 +118,7 @@ def test_each_suspicion_is_reported_once_in_order(life: Life) -> None:
     assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
 
 
-# Leases ---------------------------------------------------------------------------------------
-
-
-def test_only_workers_that_said_so_are_alive(life: Life) -> None:
+def test_only_workers_that_said_so_are_alive(life):
     shared = life.worker()
     everybody = ["alpha/0", "alpha/1", "beta/0"]
     assert shared.alive(everybody) == {}
@@ -148,10 +130,7 @@ def test_only_workers_that_said_so_are_alive(life: Life) -> None:
     assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
 
 
-# Ranks and their work -------------------------------------------------------------------------
-
-
-def test_ranks_attach_to_one_epoch(life: Life) -> None:
+def test_ranks_attach_to_one_epoch(life):
     shared, epoch = life.worker(), life.begin()
     assert shared.attached(epoch) == shared.await_attached(epoch, 2, SHORT_S) == {}
     for rank in (2, 0):
@@ -169,9 +148,7 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
         life.rank(epoch, 0)
 
 
-def test_one_process_holds_a_rank_for_the_whole_epoch(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_holds_a_rank_for_the_whole_epoch(life, monkeypatch):
     """Who was started in its place cannot know what it has done."""
     shared, epoch = life.worker(), life.begin()
     held = os.getpid()
@@ -185,7 +162,7 @@ def test_one_process_holds_a_rank_for_the_whole_epoch(
     assert shared.attached(later) == {1: held + 1}
 
 
-def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
+def test_progress_is_the_length_of_every_admitted_sequence(life):
     shared, epoch = life.worker(), life.begin()
     assert shared.progress() == ()
     assert shared.idle()
@@ -211,7 +188,7 @@ def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
     assert shared.idle()
 
 
-def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> None:
+def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life):
     shared, epoch = life.worker(), life.begin()
     assert shared.oldest_step(epoch) == 0
     head, stage = life.rank(epoch, 0), life.rank(epoch, 1)
@@ -231,10 +208,7 @@ def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> 
     assert shared.oldest_step(life.begin()) == 0
 
 
-# Where the ranks meet -------------------------------------------------------------------------
-
-
-def test_what_ranks_leave_for_one_another_is_that_of_their_epoch(life: Life) -> None:
+def test_what_ranks_leave_for_one_another_is_that_of_their_epoch(life):
     epoch = life.begin()
     with LinkAddressTable(life.url, life.namespace, epoch) as one:
         one.write("0", b"\0an address\xff")
@@ -249,7 +223,7 @@ def test_what_ranks_leave_for_one_another_is_that_of_their_epoch(life: Life) -> 
         assert one.read(["0"]) == [None]
 
 
-def test_ranks_find_one_another_through_redis_and_no_store_listens(life: Life) -> None:
+def test_ranks_find_one_another_through_redis_and_no_store_listens(life):
     epoch = life.begin()
     before = listening([os.getpid()])
 
@@ -266,7 +240,7 @@ def test_ranks_find_one_another_through_redis_and_no_store_listens(life: Life) -
             assert places == {LOOPBACK}, "what members add up stays on their host"
 
 
-def test_a_rank_that_waits_for_others_notices_that_its_epoch_is_over(life: Life) -> None:
+def test_a_rank_that_waits_for_others_notices_that_its_epoch_is_over(life):
     epoch = life.begin()
     heartbeat = Heartbeat(life.url, life.namespace, "m/0", patience_s=PATIENCE_S)
     with heartbeat, LinkAddressTable(life.url, life.namespace, epoch) as table:
@@ -280,15 +254,12 @@ def test_a_rank_that_waits_for_others_notices_that_its_epoch_is_over(life: Life)
                 waiting.result()
 
 
-def test_rank_without_peers_says_that_it_found_none(life: Life) -> None:
+def test_rank_without_peers_says_that_it_found_none(life):
     epoch = life.begin()
     with LinkAddressTable(life.url, life.namespace, epoch) as table:
         store = RendezvousStore(table)
         with pytest.raises(DistStoreError, match=r"no answer within 0\.03 seconds"):
             store.wait(["1"], timedelta(seconds=SHORT_S))
-
-
-# A Redis that is gone -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -301,7 +272,7 @@ def test_rank_without_peers_says_that_it_found_none(life: Life) -> None:
         lambda shared: shared.followers(1),
     ],
 )
-def test_every_call_reports_a_lost_redis(ask: Callable[[Membership], object]) -> None:
+def test_every_call_reports_a_lost_redis(ask):
     with EmbeddedRedis() as server:
         shared = Membership(server.url, "gone")
         shared.renew("alpha/0", 1)
@@ -336,12 +307,11 @@ WORKS, WAITS = "1 1", "2 0"
 
 
 @pytest.mark.parametrize(
-    ("told", "stalls"),
-    [((WAITS, WAITS), True), ((WAITS, WORKS), False), ((WAITS, None), False)],
+    ("told", "stalls"), [((WAITS, WAITS), True), ((WAITS, WORKS), False), ((WAITS, None), False)]
 )
-def test_ranks_that_all_wait_stall_and_one_that_works_takes_its_time(
-    life: Life, told: tuple[str | None, ...], stalls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_all_wait_stall_and_one_that_works_may_take_long(
+    life, told, stalls, monkeypatch
+):
     monkeypatch.setattr(cluster_state, "STALL_S", 0.0)
     shared, epoch = life.worker(), life.begin()
     seen = cluster_state.ClusterProgress()
@@ -383,7 +353,7 @@ def renewed(shared: Membership, workers: Iterable[str] = ASSIGNMENT.everyone) ->
     return True
 
 
-def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
+def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life):
     """It can come late; the epoch would end for a worker that is there and well."""
     processes = Processes()
     with recovery_of(life) as recovery:
@@ -398,7 +368,7 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
     assert [fault.reason for fault in recovery.state.faults] == ["m/1 ended (this life)"]
 
 
-def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
+def test_what_ended_an_epoch_is_counted_with_what_it_cost(life):
     processes = Processes()
     with recovery_of(life) as recovery:
         shared = life.worker()
@@ -429,7 +399,7 @@ def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
     assert [fault.kind for fault in recovery.state.faults] == [FaultKind.WORKER_ENDED]
 
 
-def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life: Life) -> None:
+def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life):
     processes, shared = Processes(), life.worker()
     begun: list[int] = []
     with recovery_of(life) as recovery:
@@ -455,7 +425,7 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
     assert "recoveries" not in shared.totals()
 
 
-def test_no_epoch_begins_for_a_host_that_has_gone_and_had_no_rank_any_more(life: Life) -> None:
+def test_no_epoch_begins_for_a_host_that_has_gone_and_had_no_rank_any_more(life):
     shared, begun = life.worker(), threading.Event()
     with recovery_of(life) as recovery:
         recovery.watch(Processes())
@@ -467,7 +437,7 @@ def test_no_epoch_begins_for_a_host_that_has_gone_and_had_no_rank_any_more(life:
         assert recovery.state.epoch == first
 
 
-def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -> None:
+def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life):
     """Who drops it must know whether the host that joins is part of the cluster."""
     processes, shared = Processes(), life.worker()
     begun: list[int] = []
@@ -488,9 +458,7 @@ def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -
             assert len(begun) == known
 
 
-def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(life, monkeypatch):
     shared, begin_epoch, lost = life.worker(), epoch_control.begin_epoch, []
     other = RankAssignment(ASSIGNMENT.workers, (range(1), range(1, 6)))
     begun: list[RankAssignment] = []
@@ -511,7 +479,7 @@ def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_process_in_front_of_redis_that_fails_is_started_again(number: signal.Signals) -> None:
+def test_process_in_front_of_redis_that_fails_is_started_again(number):
     with redis_server(with_tls=False), EmbeddedRedis(port=0) as server, ExitStack() as stack:
         life = Life(server.url, stack)
         front = server.proxy_pid
@@ -523,7 +491,7 @@ def test_process_in_front_of_redis_that_fails_is_started_again(number: signal.Si
             assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
 
 
-def test_redis_that_refuses_writes_for_a_while_is_waited_for_and_not_started_again() -> None:
+def test_redis_that_refuses_writes_for_a_while_is_waited_for_and_not_started_again():
     with EmbeddedRedis() as server, ExitStack() as stack, RedisConnection(server.url) as pipe:
         life = Life(server.url, stack)
         shared, process = life.worker(), server.pid
@@ -541,9 +509,7 @@ def test_redis_that_refuses_writes_for_a_while_is_waited_for_and_not_started_aga
             assert server.pid == process
 
 
-def test_no_worker_gives_up_while_a_lost_host_is_starting(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_worker_gives_up_while_a_lost_host_is_starting(life, monkeypatch):
     """Imports can take longer than the patience with a worker that says nothing, and the workers
     of a host do not join at the same moment."""
 
@@ -562,9 +528,7 @@ def test_no_worker_gives_up_while_a_lost_host_is_starting(
     assert processes.looks >= 10
 
 
-def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(life, monkeypatch):
     monkeypatch.setattr(cluster_state, "ALONE_S", 1.0)
     fewer = RankAssignment(("m/0",), (range(4),))
     with recovery_of(life, lambda _: fewer, patience_s=0.1) as recovery:

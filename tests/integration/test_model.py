@@ -1,7 +1,5 @@
 """Every supported architecture, cut into slices, against Hugging Face on the same weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -163,18 +161,6 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
             assert num_bytes < bytes_of_whole
 
 
-def test_members_have_the_kv_heads_of_their_own_query_heads(checkpoint):
-    path = checkpoint("llama")  # two KV heads
-    one = load(path, 1)[0].num_kv_bytes // 2
-    for size in MEMBERS:
-        assert together(size, lambda group: load(path, 1, group)[0].num_kv_bytes) == [one] * size
-
-
-def test_members_that_would_have_unequal_heads_are_refused(checkpoint):
-    with pytest.raises(ModelError, match=r"3 devices cannot share .* not divided equally"):
-        together(3, lambda group: load(checkpoint("llama"), 1, group))
-
-
 def test_members_draw_the_tokens_that_one_draws(checkpoint):
     """From the logits of all parts of the vocabulary, with the noise of seed and position."""
     path, prompt = checkpoint("llama"), _random_tokens(13, seed=1)
@@ -247,9 +233,7 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
         ("qwen3_next", "sdpa", []),
     ],
 )
-def test_tp_workers_compute_the_calls_of_the_first_member(
-    checkpoint, model_type, attention, buckets
-):
+def test_tp_workers_compute_the_first_members_calls(checkpoint, model_type, attention, buckets):
     """In several lives of the group, with the weights of the first; all attend alike, and replay
     what they have recorded together."""
     path = checkpoint(model_type)
@@ -357,21 +341,6 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint)
     with pytest.raises(RankFailed), leading_tp_group(part, group, capture):
         pass
     assert (part.graphs.rows, part.graphs.captured) == ((), (4, 16))
-
-
-def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpoint):
-    path = checkpoint("llama")
-    with pytest.raises(ModelError, match=r"2 devices cannot compute .* while they load"):
-        load(path, 2, parallel=TPMember(0, 2), quantization="int8")
-
-
-def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):
-    path = checkpoint("gemma2")
-    prompt = _random_tokens(13, seed=1)
-    expected = decode(load(path, 2), prompt, 5, NEW_TOKENS)
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        runs = [pool.submit(lambda: decode(load(path, 4), prompt, 5, NEW_TOKENS)) for _ in range(3)]
-        assert [run.result() for run in runs] == [expected] * 3
 
 
 def test_tree_rows_have_the_logits_of_their_own_path(model):
@@ -557,16 +526,6 @@ def test_running_states_are_as_large_as_the_checkpoint_foretells(model):
     foretold = info.recurrent_bytes(range(NUM_LAYERS), "float32", book.num_states, book.capacity)
     assert sum(pool.nbytes for each in states for pool in each.pools.values()) == foretold
     assert book.capacity < 64, "entries are for nodes alone"
-
-
-def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):
-    path = build("llama", tmp_path / "model", num_hidden_layers=2)
-    config = path / "config.json"
-    config.write_text(
-        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
-    )
-    with pytest.raises(ModelError, match=r"missing tensors, for example model\.layers\.2"):
-        ModelSlice.load(path, range(1, 3), num_slots=4)
 
 
 def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:

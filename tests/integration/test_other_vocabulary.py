@@ -1,7 +1,5 @@
 """A draft with another vocabulary than the target's, as a user names it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import SamplingParams
 from pipespec.errors import ModelError
 from pipespec.extras.bench.figures import RequestResult
@@ -55,9 +52,7 @@ def renamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_its_draft_tokens_are_accepted_and_the_text_is_the_target_s(
-    renamed: Path, redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_its_draft_tokens_are_accepted_and_the_text_is_the_target_s(renamed, redis, caplog):
     texts = []
     for draft, policy in ((renamed, "level"), (resource_dir("demo") / "draft", "root")):
         settings = "cluster.stages=2", f"policy={policy}"
@@ -72,7 +67,7 @@ def test_its_draft_tokens_are_accepted_and_the_text_is_the_target_s(
     assert "94 % of its tokens are the target's too" in caplog.text
 
 
-def test_a_profile_has_its_accuracy_for_the_target_s_tokens(renamed: Path) -> None:
+def test_a_profile_has_its_accuracy_for_the_target_s_tokens(renamed):
     """As the demo draft's own where it has the tokens, and missed where it has not."""
     target = resource_dir("demo") / "target"
     ids = ModelInfo.of(decide(compose([f"model.target={target}"]))).encode(PROMPT)
@@ -86,7 +81,7 @@ def test_a_profile_has_its_accuracy_for_the_target_s_tokens(renamed: Path) -> No
     assert (ranks[0] <= ranks[1])[both].mean() > 0.6, "others are not in its way"
 
 
-def test_one_that_shares_hardly_a_token_is_refused(renamed: Path, tmp_path: Path) -> None:
+def test_one_that_shares_hardly_a_token_is_refused(renamed, tmp_path):
     folder = tmp_path / "draft"
     shutil.copytree(renamed, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

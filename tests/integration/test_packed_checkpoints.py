@@ -1,7 +1,5 @@
 """AWQ, GPTQ, compressed-tensors, FP8 and FP4: plain weights bit for bit, or left as they are."""
 
-from __future__ import annotations
-
 import json
 from itertools import cycle
 from pathlib import Path
@@ -139,9 +137,7 @@ def test_integers_of_eight_bits_become_plain_weights(packed, tmp_path):
     """As Transformers makes them of the whole model."""
     path = integers(packed("awq")[1], tmp_path / "bytes")
     expected = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float16,
-        quantization_config=CompressedTensorsConfig(dequantize=True),
+        path, dtype=torch.float16, quantization_config=CompressedTensorsConfig(dequantize=True)
     ).state_dict()
     info = inspect(path)
     for i in range(NUM_LAYERS):
@@ -171,9 +167,7 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
         ),
     ],
 )
-def test_the_text_of_kept_weights_is_one_for_every_stage_count_policy_and_batch(
-    packed, kind, model_type
-):
+def test_text_of_kept_weights_is_one_for_every_stage_count_and_policy(packed, kind, model_type):
     path, _ = packed(kind, model_type)
     how = ("model.dtype=bfloat16",)
     expected = text(path, *how, "cluster.stages=1", "policy=root")
@@ -381,9 +375,6 @@ def test_a_rank_says_what_it_holds_and_what_is_expanded(packed):
     reason = expanded(made_plain)
     assert reason is not None and "as model.keep_quantized is no" in reason
     assert summary(cluster.make_deployment(plain, plain)) is None
-
-
-# --- FP8 ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("height", [1, 48, 160])

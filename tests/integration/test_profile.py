@@ -1,9 +1,6 @@
 """`pipespec bench --profile` as a user runs it, and what its file is good for."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,9 +27,7 @@ TIMES = ("emulate=fixed", "emulate.stage_ms=40", "emulate.draft_ms=4")
 
 
 @pytest.mark.long
-def test_profile_predicts_what_the_bench_then_measures(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_predicts_what_the_bench_then_measures(tmp_path, capfd):
     prompts = tmp_path / "mine.txt"
     prompts.write_text("Once upon a time there was a king\n\nThe three laws of motion are\n")
     file = str(tmp_path / "profile.json")
@@ -61,9 +56,7 @@ def test_profile_predicts_what_the_bench_then_measures(
 
 
 @pytest.mark.long
-def test_profile_of_hosts_holds_what_was_measured_of_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_of_hosts_holds_what_was_measured_of_them(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prompts, file, hosts = (tmp_path / name for name in ("mine.txt", "p.json", "hosts.yaml"))
     prompts.write_text("Once upon a time\n")
@@ -76,7 +69,7 @@ def test_profile_of_hosts_holds_what_was_measured_of_them(
 
 
 @pytest.mark.parametrize("length", [5, CHUNK + 3])
-def test_draft_reads_an_answer_as_hugging_face_does(length: int) -> None:
+def test_draft_reads_an_answer_as_hugging_face_does(length):
     random = np.random.default_rng(3)
     prompt, answer = random.integers(1000, size=(2, length)).tolist()
     request = RequestResult("r", "b", prompt, answer, "", "length", 0.0, [], {})

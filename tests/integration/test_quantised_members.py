@@ -1,7 +1,5 @@
 """Tensor-parallel members that share weights of few bits: on the boundaries of their groups."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from pathlib import Path

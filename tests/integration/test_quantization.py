@@ -1,7 +1,5 @@
 """Weights in fewer bits: slices and the whole product against Hugging Face, quantised alike."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -110,11 +108,7 @@ def test_sizes_are_foretold(quantization):
         foretold = info.loaded(dtype, quantization)
         for part in (range(4), range(4, 12), range(12, 16)):
             model = ModelSlice.load(
-                info.path,
-                part,
-                dtype=getattr(torch, dtype),
-                quantization=quantization,
-                num_slots=4,
+                info.path, part, dtype=getattr(torch, dtype), quantization=quantization, num_slots=4
             )
             expected = sum(foretold.layers[part.start : part.stop])
             expected += (model.is_first or model.is_last) * foretold.embedding

@@ -3,8 +3,6 @@
 Most tests strike one cluster, one after another: each leaves it whole, or its text was not.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -12,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
 
-import psutil
 import pytest
 
 from pipespec.config.compose import compose
@@ -22,7 +19,6 @@ from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, RankFailed, Unreachable
 from pipespec.system.folders import resource_dir
 from tests.helpers import heads
@@ -39,7 +35,6 @@ TOKENS = 48
 EARLY, LATE = 4, 20
 PATIENCE_S = 60.0
 GREEDY = compose(["sampling.temperature=0"]).sampling.params(0)
-SAMPLED = compose(["sampling.seed=11", "sampling.temperature=0.9"]).sampling.params(0)
 # No worker stays away for so long, and no Redis.
 PATIENT = ("cluster.patience_s=600",)
 
@@ -56,16 +51,10 @@ def struck(clusters: Clusters) -> Running:
     return clusters.running(*PATIENT)
 
 
-def ask(
-    running: Running,
-    sampling: SamplingParams = GREEDY,
-    *,
-    at: int = 0,
-    fault: Callable[[], None] = lambda: None,
-) -> list[int]:
+def ask(running: Running, *, at: int = 0, fault: Callable[[], None] = lambda: None) -> list[int]:
     """The tokens of an answer; the fault happens once `at` of them have come."""
     prompt = running.client.served.encode(PROMPT)
-    request = running.client.submit(prompt, sampling, max_new_tokens=TOKENS)
+    request = running.client.submit(prompt, GREEDY, max_new_tokens=TOKENS)
     tokens: list[int] = []
     base = len(prompt)
     for event in running.client.events(request):
@@ -104,11 +93,6 @@ def greedy(clusters: Clusters) -> list[int]:
     return ask(clusters.running(*PATIENT))
 
 
-@pytest.fixture(scope="module")
-def sampled(clusters: Clusters) -> list[int]:
-    return ask(clusters.running(*PATIENT), SAMPLED)
-
-
 def test_text_is_unchanged_when_every_rank_is_killed_in_turn(struck, greedy, long):
     for rank in range(struck.cluster.deployment.num_ranks):
         for at in (EARLY, LATE) if long else (LATE,):
@@ -125,14 +109,14 @@ def test_text_is_unchanged_when_every_rank_is_killed_in_turn(struck, greedy, lon
     assert ask(struck) == greedy
 
 
-def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
+def test_text_drafted_by_a_head_is_the_same_when_ranks_are_killed(
     clusters, greedy, tmp_path_factory
 ):
-    """The head, a stage, and the last stage, which returns features to the head."""
+    """The head, and the last stage, which returns features to it."""
     head = heads.write_eagle3(tmp_path_factory.mktemp("heads") / "head", DEMO / "target")
     always = "policy.row_cost=0.0001", "proposer.rounds=2"
     struck = clusters.running(*PATIENT, "proposer=head", f"model.draft={head}", *always)
-    for rank in (0, 1, STAGES):
+    for rank in (0, STAGES):
         pid = pid_of(struck, rank)
         answer = ask(struck, at=LATE, fault=lambda pid=pid: os.kill(pid, signal.SIGKILL))
         assert answer == greedy
@@ -140,40 +124,13 @@ def test_text_drafted_by_a_head_is_unchanged_when_ranks_are_killed(
     assert ask(struck) == greedy
 
 
-@pytest.mark.long
-def test_sampled_text_is_unchanged_when_ranks_are_killed(clusters, sampled):
-    running = clusters.running()
-    for rank in (0, STAGES):
-        pid = pid_of(running, rank)
-        fault = lambda pid=pid: os.kill(pid, signal.SIGKILL)  # noqa: E731
-        assert ask(running, SAMPLED, at=LATE, fault=fault) == sampled
-
-
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [
-        (1, signal.SIGSEGV),
-        (0, signal.SIGSTOP),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in ((1, signal.SIGTERM), (1, signal.SIGHUP), (2, signal.SIGSTOP))
-        ),
-    ],
-)
-def test_rank_that_hangs_or_ends_by_another_signal_is_replaced_and_no_other(
-    struck, greedy, rank, number
-):
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGSEGV), (0, signal.SIGSTOP)])
+def test_rank_that_hangs_or_ends_by_another_signal_alone_is_replaced(struck, greedy, rank, number):
     before = [pid_of(struck, each) for each in range(STAGES + 1)]
     assert ask(struck, at=EARLY, fault=lambda: os.kill(before[rank], number)) == greedy
     await_another(struck, rank, before[rank])
     after = [pid_of(struck, each) for each in range(STAGES + 1)]
     assert before[:rank] + before[rank + 1 :] == after[:rank] + after[rank + 1 :]
-
-
-@pytest.mark.long
-def test_agent_ended_by_sigterm_is_replaced(struck, greedy):
-    agent = psutil.Process(pid_of(struck, 1)).ppid()
-    assert ask(struck, at=EARLY, fault=lambda: os.kill(agent, signal.SIGTERM)) == greedy
 
 
 def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
@@ -190,20 +147,14 @@ def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
 def test_text_is_unchanged_when_redis_is_killed_or_hangs(struck, greedy):
     server = struck.cluster.redis.server
     known = len(struck.cluster.faults)
-    for at, number in (
-        (EARLY, signal.SIGKILL),
-        (LATE, signal.SIGKILL),
-        (EARLY, signal.SIGSTOP),
-    ):
+    for at, number in ((EARLY, signal.SIGKILL), (LATE, signal.SIGKILL), (EARLY, signal.SIGSTOP)):
         pid = server.pid
         assert ask(struck, at=at, fault=lambda: os.kill(server.pid, number)) == greedy  # noqa: B023
         until(lambda pid=pid: server.pid != pid, PATIENCE_S, "Redis was not started again")
     assert "Redis hung" in [fault.reason for fault in struck.cluster.faults[known:]]
 
 
-def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(
-    struck, greedy, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(struck, greedy, monkeypatch):
     server, find = struck.cluster.redis.server, embedded_redis.find_redis
     refused = iter([OSError(errno.ENOMEM, "no memory for a process")] * 3)
 
@@ -233,27 +184,7 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(struck, greedy):
 
 
 @pytest.mark.long
-def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
-    """The agent is stopped with it, so nobody starts it again."""
-    with clusters.last("cluster.spares=1", "cluster.patience_s=1") as running:
-        pid = pid_of(running, 2)
-        agent = psutil.Process(pid).ppid()
-
-        def fault() -> None:
-            os.kill(agent, signal.SIGSTOP)
-            os.kill(pid, signal.SIGSTOP)
-
-        try:
-            assert ask(running, at=EARLY, fault=fault) == greedy
-            assert f"local/{STAGES + 1}" in running.cluster.state.assignment.workers
-        finally:
-            os.kill(agent, signal.SIGCONT)
-
-
-@pytest.mark.long
-def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
-    clusters, monkeypatch: pytest.MonkeyPatch
-):
+def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(clusters, monkeypatch):
     """Somebody has damaged its data, say."""
     with (  # noqa: PT012 - the block is the point
         pytest.raises(RankFailed, match="the data is damaged"),
@@ -269,12 +200,9 @@ def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
 
 
 @pytest.mark.parametrize(
-    ("asked", "settings"),
-    [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)],
+    ("asked", "settings"), [pytest.param(False, (), marks=pytest.mark.long), (True, PATIENT)]
 )
-def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
-    clusters, asked, settings
-):
+def test_cluster_ends_with_one_sentence_after_many_faults_in_a_row(clusters, asked, settings):
     """A rank is killed again as soon as it is there, with or without a request to decode."""
     with (  # noqa: PT012 - the block is the point
         pytest.raises(RankFailed, match=rf"{own_name()}/1.*without a new token"),

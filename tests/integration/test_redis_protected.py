@@ -1,7 +1,5 @@
 """What protects the private server's port for other hosts when no setting says anything."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -77,7 +75,7 @@ def ask(url: str) -> None:
         assert asyncio.run(enqueue(url)) == request + 1
 
 
-def test_redis_notices_a_host_that_is_gone_without_a_word(server: EmbeddedRedis) -> None:
+def test_redis_notices_a_host_that_is_gone_without_a_word(server):
     """Linux shows which timer runs for a connection, 2 being that of probes."""
     url = parse_url(server.url_at(LOOPBACK))
     pipe = RedisConnection(server.url_at(LOOPBACK))
@@ -94,10 +92,7 @@ def test_redis_notices_a_host_that_is_gone_without_a_word(server: EmbeddedRedis)
     pipe.close()
 
 
-# What packets show ---------------------------------------------------------------------------
-
-
-def test_nothing_that_redis_holds_can_be_read_from_packets(server: EmbeddedRedis) -> None:
+def test_nothing_that_redis_holds_can_be_read_from_packets(server):
     with Between(server.port) as relay:
         ask(moved(server.url_at(LOOPBACK), relay.port))
         assert len(relay.kept) > 2000
@@ -105,7 +100,7 @@ def test_nothing_that_redis_holds_can_be_read_from_packets(server: EmbeddedRedis
             assert secret not in relay.kept
 
 
-def test_all_of_it_can_be_read_without_tls() -> None:
+def test_all_of_it_can_be_read_without_tls():
     """So the test before looks where there is something to see."""
     with EmbeddedRedis(addresses=[HOST], tls=False) as server, Between(server.port) as relay:
         url = server.url_at(LOOPBACK)
@@ -115,7 +110,7 @@ def test_all_of_it_can_be_read_without_tls() -> None:
             assert secret in relay.kept
 
 
-def test_the_port_speaks_tls_1_3_alone(server: EmbeddedRedis) -> None:
+def test_the_port_speaks_tls_1_3_alone(server):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection((HOST, server.port)) as plain:
@@ -131,15 +126,12 @@ def test_the_port_speaks_tls_1_3_alone(server: EmbeddedRedis) -> None:
         check_server(f"redis://:{password(server)}@{HOST}:{server.port}", timeout=1)
 
 
-def test_a_password_is_needed_all_the_same(server: EmbeddedRedis) -> None:
+def test_a_password_is_needed_all_the_same(server):
     url = server.url_at(HOST)
     with pytest.raises(Unreachable, match="refused the user name or password"):
         check_server(url.replace(password(server), "wrong"))
     with pytest.raises(Unreachable, match="refused the user name or password"):
         check_server(url.replace(f":{password(server)}@", ""))
-
-
-# Who is trusted ------------------------------------------------------------------------------
 
 
 def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
@@ -156,9 +148,7 @@ def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SS
 
 
 @pytest.mark.parametrize("kind", ["like ours", "of an authority that the system trusts"])
-def test_a_man_in_the_middle_learns_nothing(
-    server: EmbeddedRedis, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_man_in_the_middle_learns_nothing(server, kind, tmp_path, monkeypatch):
     with Between(server.port, middle(tmp_path, kind, monkeypatch)) as relay:
         url = moved(server.url_at(LOOPBACK), relay.port)
         with pytest.raises(Unreachable, match=NOT_OURS):
@@ -169,7 +159,7 @@ def test_a_man_in_the_middle_learns_nothing(
         assert relay.kept == b"", "not even the password was sent"
 
 
-def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server: EmbeddedRedis) -> None:
+def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server):
     """Those of `ssl.create_default_context` from Python 3.13 on."""
     trusted = parse_url(server.url_at(HOST))["ssl_ca_data"]
     context = ssl.create_default_context(cadata=trusted)
@@ -182,7 +172,7 @@ def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server: Embed
         assert secure.getpeercert(binary_form=True) == ssl.PEM_cert_to_DER_cert(trusted)
 
 
-def test_certificates_in_a_url_that_are_none_are_said(server: EmbeddedRedis) -> None:
+def test_certificates_in_a_url_that_are_none_are_said(server):
     url = f"{server.url_at(HOST).partition('?')[0]}?ssl_ca_data=none"
     with pytest.raises(Unreachable, match="TLS"):
         check_server(url)
@@ -191,7 +181,7 @@ def test_certificates_in_a_url_that_are_none_are_said(server: EmbeddedRedis) -> 
 
 
 @pytest.mark.parametrize("clock", ["1971-01-01", "2100-01-01"])
-def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: str) -> None:
+def test_the_clocks_of_the_hosts_need_not_agree(server, clock):
     library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
     if library is None:
         pytest.skip("needs libfaketime (apt install libfaketime)")
@@ -208,10 +198,7 @@ def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: st
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
 
 
-# The server ----------------------------------------------------------------------------------
-
-
-def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
+def test_the_key_is_for_this_user_and_goes_with_the_server():
     with EmbeddedRedis(addresses=[HOST]) as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
         files = [file for file in folder.iterdir() if file.is_file()]
@@ -225,9 +212,6 @@ def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
         assert not list(folder.glob("*.pem")), "no other host connects"
 
 
-# A server without TLS ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fronted() -> Iterator[EmbeddedRedis]:
     with redis_server(with_tls=False), EmbeddedRedis(addresses=[HOST]) as server:
@@ -239,7 +223,7 @@ def proxy_pid(server: EmbeddedRedis) -> int:
     return server.proxy_pid
 
 
-def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
+def test_a_redis_without_tls_listens_on_no_port(fronted):
     assert {each.kind for each in listening([fronted.pid])} == {"unix"}
     assert {(each.kind, each.address) for each in listening([proxy_pid(fronted)])} == {
         ("tcp", LOOPBACK), ("tcp", HOST)
@@ -249,7 +233,7 @@ def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
     assert password(fronted).encode() not in command
 
 
-def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) -> None:
+def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted):
     pid = proxy_pid(fronted)
     for _ in range(2):
         os.kill(pid, signal.SIGSTOP)
@@ -260,9 +244,7 @@ def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) ->
         assert not fronted.front_failed()
 
 
-def test_a_proxy_that_hangs_before_it_is_ready_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_that_hangs_before_it_is_ready_is_ended(tmp_path, monkeypatch):
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 600\n")
     hanging.chmod(0o700)
@@ -277,7 +259,7 @@ def test_a_proxy_that_hangs_before_it_is_ready_is_ended(
     assert psutil.Process().children() == before
 
 
-def test_a_proxy_that_cannot_start_is_said(tmp_path: Path) -> None:
+def test_a_proxy_that_cannot_start_is_said(tmp_path):
     with (
         tls_proxy.listener_at(LOOPBACK, 0) as listener,
         pytest.raises(ControllerError, match=r"TLS process .* did not start: .*No such file"),
@@ -285,7 +267,7 @@ def test_a_proxy_that_cannot_start_is_said(tmp_path: Path) -> None:
         tls_proxy.start([listener], tmp_path / "redis.sock", listener.fileno())
 
 
-def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:
+def test_much_data_passes_whole_and_in_order(fronted):
     pipe = RedisConnection(fronted.url_at(HOST), timeout=60)
     value = os.urandom(1 << 20) * 24
     for number in range(3):
@@ -299,14 +281,14 @@ def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:
     pipe.close()
 
 
-def test_client_without_a_handshake_delays_no_other(fronted: EmbeddedRedis) -> None:
+def test_client_without_a_handshake_delays_no_other(fronted):
     silent = [socket.create_connection((HOST, fronted.port)) for _ in range(100)]
     assert check_server(fronted.url_at(HOST))
     for each in silent:
         each.close()
 
 
-def test_redis_notices_a_client_that_disconnects(fronted: EmbeddedRedis) -> None:
+def test_redis_notices_a_client_that_disconnects(fronted):
     own = RedisConnection(fronted.url)
     visitors = [RedisConnection(fronted.url_at(HOST)) for _ in range(5)]
     assert own.call("CLIENT", "LIST").count(b"\n") == 6

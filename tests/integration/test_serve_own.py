@@ -1,7 +1,5 @@
 """`pipespec serve` without --on: a cluster and its server as one command."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
@@ -13,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -70,7 +67,7 @@ def complete() -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # it starts two clusters
-def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bool) -> None:
+def test_streams_survive_killed_head_redis_and_launcher(place, long):
     server = Server(place, "--api-key", KEY, *SETTINGS)
     server.http.headers["X-Api-Key"] = KEY
     assert (server.announced["name"], server.announced["models"]) == (NAME, [MODEL])
@@ -110,7 +107,7 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     assert PROMPT not in said
 
 
-def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
+def test_cluster_that_cannot_start_is_one_sentence(place):
     code, out, err = place.run("serve", "--port", "0", "model.target=/no/such/folder")
     assert (code, out) == (2, "")
     assert err.startswith("pipespec: there is no model folder /no/such/folder")
@@ -120,12 +117,7 @@ def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_repeatedly_failing_launcher_is_given_up(
-    place: Sandbox,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_repeatedly_failing_launcher_is_given_up(place, tmp_path, monkeypatch, capsys):
     place.enter(monkeypatch)
     monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
     model = tmp_path / "model"
@@ -155,9 +147,7 @@ def test_repeatedly_failing_launcher_is_given_up(
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
-    place: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launcher_that_cannot_be_started_again_at_once_is_started_later(place, monkeypatch, capsys):
     place.enter(monkeypatch)
     monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
     launcher = Launcher(NAME, ["cluster.stages=1", "model.context=64"], ours=True)
@@ -181,7 +171,7 @@ def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_down_ends_the_servers_and_their_cluster(place: Sandbox) -> None:
+def test_down_ends_the_servers_and_their_cluster(place):
     server = Server(place, "cluster.stages=1", "model.context=1024")
     beside = Server(place, "--on", NAME)
     asked = {"prompt": "Once upon a time", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
@@ -207,9 +197,7 @@ def test_down_ends_the_servers_and_their_cluster(place: Sandbox) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_down_during_a_restart_pause_ends_the_server(
-    place: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_down_during_a_restart_pause_ends_the_server(place, monkeypatch):
     place.enter(monkeypatch)
     server = Server(place, "cluster.stages=1", "model.context=64")
     os.kill(registry.find(NAME).owner.pid, signal.SIGKILL)
@@ -221,7 +209,7 @@ def test_down_during_a_restart_pause_ends_the_server(
     until(lambda: not place.processes())
 
 
-def test_signal_while_loading_leaves_nothing_behind(place: Sandbox) -> None:
+def test_signal_while_loading_leaves_nothing_behind(place):
     process = place.start("serve", "--port", "0", *SETTINGS)
     assert re.fullmatch(LOADS, process.stderr.readline().strip())
     until(lambda: registry.entries())
@@ -230,9 +218,6 @@ def test_signal_while_loading_leaves_nothing_behind(place: Sandbox) -> None:
     assert (process.returncode, out, err) == (128 + signal.SIGTERM, "", "")
     until(lambda: not place.processes())
     assert place.files() == []
-
-
-# --- one that says little, for several tests --------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +231,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, S
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_openapi_describes_requests_and_statuses(
-    small: tuple[Sandbox, Server], tmp_path: Path
-) -> None:
+def test_openapi_describes_requests_and_statuses(small, tmp_path):
     """Schemathesis asks what /openapi.json allows, and what it does not: no 5xx, and every status
     is described. What several fields together allow no description says."""
     url = f"{small[1].url}/openapi.json"
@@ -267,7 +250,7 @@ def test_openapi_describes_requests_and_statuses(
     assert f"Tested: {sum(map(len, paths.values()))}" in done.stdout
 
 
-def test_killed_server_takes_its_cluster_along(small: tuple[Sandbox, Server]) -> None:
+def test_killed_server_takes_its_cluster_along(small):
     place, server = small
     server.process.kill()
     until(lambda: not place.processes(), what="processes were left")

@@ -228,15 +228,6 @@ def test_a_server_that_ends_ends_its_programs(server, program):
     assert b"; try `ssh 127.0.0.1` by hand" in errors.read()
 
 
-def test_a_program_ends_with_its_standard_input(program):
-    far, _ = program
-    far.stdin.write(b"\n")
-    far.stdin.close()
-
-    assert b"1 loop" in far.stdout.read()
-    assert far.wait(PATIENCE_S) == 0
-
-
 def test_a_program_ends_with_the_launcher(server):
     """Which is killed."""
     code = (

@@ -1,9 +1,5 @@
 """What the ranks of a cluster are made of, seen from its Redis."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -25,9 +21,7 @@ from tools.rig import cluster
         (("policy=level", "policy.width=8", "scheduler.max_num_seqs=1"), []),
     ],
 )
-def test_every_stage_profiles_its_batches_before_the_first_one(
-    tmp_path: Path, settings: tuple[str, ...], sizes: list[int]
-) -> None:
+def test_every_stage_profiles_its_batches_before_the_first_one(tmp_path, settings, sizes):
     """No request comes at all."""
     tiny = models.build("llama", tmp_path, num_hidden_layers=2)
     deployment = cluster.make_deployment(

@@ -1,7 +1,4 @@
-"""A draft of two workers, which compute every layer together, stages of two and one of a single
-worker; and a quantised target in stages of three and two. One cluster each for all tests."""
-
-from __future__ import annotations
+"""Drafts and stages of several workers, which compute every layer together."""
 
 import json
 import os
@@ -108,8 +105,7 @@ def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [way if way in OFTEN else pytest.param(way, marks=pytest.mark.long) for way in WAYS],
+    "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
 )
 def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     assert answers(cluster, prompts, way) == expected

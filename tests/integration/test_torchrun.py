@@ -1,7 +1,5 @@
 """Hosts whose workers launch/torchrun.sh starts: by hand, under Slurm or in pods of Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

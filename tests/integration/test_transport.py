@@ -1,7 +1,3 @@
-"""Links between processes, and between threads of one."""
-
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import time
@@ -80,9 +76,6 @@ def linked(store: Store, rank: int, num_ranks: int, kind: LinkKind) -> Distribut
     )
 
 
-# --- entrypoints of ranks ---------------------------------------------------------------------
-
-
 def pipeline_rank(rank: int, num_ranks: int, place: str, kind: LinkKind) -> list[str]:
     return run_pipeline(linked(FileStore(place), rank, num_ranks, kind), num_ranks - 1)
 
@@ -142,9 +135,6 @@ def in_processes(entrypoint: Callable, *arguments: object, num_ranks: int) -> li
         return [rank.result(PATIENCE) for rank in ranks]
 
 
-# --- the contract ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     """The file in which the ranks of a test meet."""
@@ -178,8 +168,6 @@ def test_ends_between_processes(entrypoint: Callable, expected, kind, place):
     else:
         assert result == expected
 
-
-# --- somebody between two ranks ----------------------------------------------------------------
 
 STEPS = 4
 
@@ -248,13 +236,3 @@ def test_message_changed_in_transit_ends_the_epoch(cut):
     failed = through(Between(change), LinkKind(sealed=True))
     assert isinstance(failed, RankFailed)
     assert str(failed).startswith("Message 2 from rank 0 was altered, repeated, reordered")
-
-
-def test_eavesdropper_between_ranks_reads_nothing_of_a_sealed_link():
-    token_id = np.int64(TOKEN_ID).tobytes() * NUM_COLUMNS
-    for kind, readable in ((LinkKind(sealed=True), False), (IN_THE_CLEAR, True)):
-        between = Between()
-        received = through(between, kind)
-        assert [batch.step for batch in received] == list(range(STEPS))
-        assert len(between.seen) == STEPS
-        assert (token_id in between.seen[0]) is readable

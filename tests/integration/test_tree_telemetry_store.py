@@ -1,7 +1,5 @@
 """Watching the head's steps, and who is not answered yet, through a real Redis."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
@@ -10,11 +8,7 @@ import pytest
 from pipespec.controller.async_request_log import WATCH_S, AsyncRequestLog, TelemetryReader
 from pipespec.controller.cluster_status import Unfinished
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.rank_controller import (
-    KEEP_PUBLISHED_S,
-    MAX_PUBLISHED_STEPS,
-    Controller,
-)
+from pipespec.controller.rank_controller import KEEP_PUBLISHED_S, MAX_PUBLISHED_STEPS
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import StaleEpoch
@@ -34,9 +28,7 @@ async def watching(
         await watch.close()
 
 
-async def test_head_publishes_steps_once_a_watcher_is_known(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+async def test_head_publishes_steps_once_a_watcher_is_known(server, head, namespace):
     async with watching(server, namespace, 7) as watch:
         head.publish_step({"step": b"before"})
         head.watched_requests([])  # a reply, so that it was done
@@ -53,9 +45,7 @@ async def test_head_publishes_steps_once_a_watcher_is_known(
         assert await watch.next(0.0) == []
 
 
-async def test_published_steps_and_watchers_expire(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+async def test_published_steps_and_watchers_expire(server, head, namespace):
     async with watching(server, namespace, None) as watch:
         await watch.next(0.0)
         for _ in range(MAX_PUBLISHED_STEPS + 9):
@@ -68,9 +58,7 @@ async def test_published_steps_and_watchers_expire(
             assert 0 < pipe.call("TTL", keys.watched) <= WATCH_S
 
 
-def test_a_head_of_an_old_epoch_shows_nothing(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+def test_a_head_of_an_old_epoch_shows_nothing(server, head, namespace):
     def show() -> None:
         head.publish_step({"step": b""})
         head.watched_requests([])  # errors come with a later reply, unless Redis was quick
@@ -81,9 +69,7 @@ def test_a_head_of_an_old_epoch_shows_nothing(
         assert not pipe.call("EXISTS", RedisKeys(namespace).published_steps)
 
 
-async def test_unfinished_requests_are_listed_by_how_far_they_are(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
+async def test_unfinished_requests_are_listed_by_how_far_they_are(server, head, namespace):
     first, second = (
         head.enqueue(prompt=prompt, max_new_tokens=9) for prompt in ((1, 2, 3), (4, 5))
     )

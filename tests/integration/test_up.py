@@ -1,7 +1,3 @@
-"""`pipespec up`, `status`, `down`, and requests to a cluster that is up already."""
-
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -26,7 +22,6 @@ from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.memory import bytes_by_rank
 from pipespec.config.compose import compose
 from pipespec.config.hosts import own_name
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
@@ -62,7 +57,7 @@ BENCH = [f"decode.max_new_tokens={BENCH_TOKENS}", "decode.ignore_eos=true"]
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
 
 
-def test_start_counts_the_bytes_that_are_loaded_until_all_are() -> None:
+def test_start_counts_the_bytes_that_are_loaded_until_all_are():
     deployment, told = decide(compose([*SETTINGS, "model.context=64"])), list[tuple[int, int]]()
     with (
         session.start_agents(deployment) as agents,
@@ -115,16 +110,10 @@ def ask_on(
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert main(["status", "--json", *arguments]) == 0
-    clusters: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["clusters"]
-    return clusters
+    return json.loads(capsys.readouterr().out)["clusters"]
 
 
-# --- one cluster, many requests ---------------------------------------------------------------
-
-
-def test_requests_of_several_users_queue_and_each_gets_its_own_text(
-    up: Sandbox, expected: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_of_several_users_queue_and_each_gets_its_own_text(up, expected, capsys):
     (before,) = status(capsys)
 
     def ask(prompt: str) -> tuple[int, str, str]:
@@ -152,9 +141,7 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
 
 
 @pytest.mark.usefixtures("up")
-def test_python_interface_connects_to_the_cluster_and_leaves_it_up(
-    expected: dict[str, list[int]],
-) -> None:
+def test_python_interface_connects_to_the_cluster_and_leaves_it_up(expected):
     few = SamplingParams(max_tokens=5, ignore_eos=True)
     with LLM.connect(NAME) as llm:
         outputs = llm.generate([*PROMPTS], few)
@@ -166,20 +153,17 @@ def test_python_interface_connects_to_the_cluster_and_leaves_it_up(
 
 
 @pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.long), "status"])
-def test_client_commands_import_neither_torch_nor_transformers(up: Sandbox, command: str) -> None:
+def test_client_commands_import_neither_torch_nor_transformers(up, command):
     asked = ["--on", NAME, "--prompt", PROMPTS[0], "--chat"] if command == "generate" else [NAME]
     told = run_commands([command, *asked, "--json"], environment=up.environment)
     assert told == [(0, [])]
 
 
 @pytest.mark.long
-def test_client_that_leaves_cancels_its_request(
-    up: Sandbox, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_client_that_leaves_cancels_its_request(up, expected, capfd):
     """Ctrl-C on a request that is being decoded and on one that waits; the next is as ever."""
     (before,) = status(capfd)
     reader = up.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
-    assert reader.stdout is not None
     assert reader.stdout.read(1)
     waiting = up.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
     until(lambda: status(capfd)[0]["queued"] == 1, PATIENCE_S)
@@ -199,9 +183,7 @@ def test_client_that_leaves_cancels_its_request(
 
 
 @pytest.mark.usefixtures("up")
-def test_a_request_chooses_its_length_and_its_sampling(
-    expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_chooses_its_length_and_its_sampling(expected, capfd):
     prompt = PROMPTS[0]
     ask = ["generate", "--on", NAME, "--prompt", prompt]
     assert main([*ask, "--json", "decode.max_new_tokens=3"]) == 0
@@ -246,12 +228,9 @@ def answers(data: Path) -> dict[str, tuple[list[int], list[int]]]:
 
 
 @pytest.mark.usefixtures("up")
-def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
-    data: Path,
-    answers: dict[str, tuple[list[int], list[int]]],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_figures_of_bench_are_one_object_and_its_file_has_all_requests(
+    data, answers, tmp_path, capfd
+):
     file = tmp_path / "figures.json"
     own = ["--dataset", str(data), "--concurrency", "3", "--prompt-tokens", str(CUT)]
     capfd.readouterr()  # what Hugging Face has said
@@ -289,11 +268,8 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
 
 @pytest.mark.long
 def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_results(
-    data: Path,
-    answers: dict[str, tuple[list[int], list[int]]],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    data, answers, tmp_path, capfd
+):
     truth = tmp_path / "truth.jsonl"
     synthetic = ["proposer=synthetic", f"proposer.truth={truth}", "proposer.curve=['1:1.0']"]
     settings = ["cluster.stages=2", *BENCH, "policy.width=4", "policy.children=4", *synthetic]
@@ -313,9 +289,7 @@ def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_resu
     assert "LOSSY" not in out
 
 
-def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(data, capsys):
     assert main(["bench", "--dataset", str(data), "model.context=9"]) == 2
     err = capsys.readouterr().err
     assert "'sums/0' has" in err
@@ -324,18 +298,14 @@ def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
 
 
 @pytest.mark.usefixtures("up")
-def test_a_prompt_too_long_and_a_name_that_is_wrong_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_prompt_too_long_and_a_name_that_is_wrong_are_refused(capsys):
     assert main(["generate", "--on", NAME, "--prompt", "king " * 4000]) == 2
     assert "the context holds 2048" in capsys.readouterr().err
     assert main(["generate", "--on", "labs", "--prompt", "a"]) == 2
     assert "No cluster named 'labs' is up; these are: lab" in capsys.readouterr().err
 
 
-def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(
-    up: Sandbox, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(up, expected, capfd):
     for mode in ([], ["--detach"]):
         code, out, err = up.run("up", "--name", NAME, *mode, *SETTINGS)
         assert (code, out) == (2, "")
@@ -345,7 +315,7 @@ def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(
     assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[0]]
 
 
-def test_the_password_is_in_the_card_alone(up: Sandbox, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_password_is_in_the_card_alone(up, capsys):
     url = registry.find(NAME).url
     password = url.partition("password=")[2]
     assert len(password) > 20
@@ -359,9 +329,7 @@ def test_the_password_is_in_the_card_alone(up: Sandbox, capsys: pytest.CaptureFi
     assert password not in out + json.dumps(status(capsys)) + up.log(NAME)
 
 
-def test_a_stranger_on_the_machine_gets_nowhere(
-    up: Sandbox, tmp_path: Path, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stranger_on_the_machine_gets_nowhere(up, tmp_path, expected, capfd):
     """Another user says all sorts of things wherever `up` listens; the text stays the same."""
     if os.geteuid() != 0:
         pytest.skip("being another user needs root")
@@ -379,13 +347,8 @@ def test_a_stranger_on_the_machine_gets_nowhere(
     assert not (tmp_path / "ruined").exists()
 
 
-# --- how a cluster ends -------------------------------------------------------------------------
-
-
 @pytest.mark.long
-def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_the_next(
-    up: Sandbox, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_the_next(up, capsys):
     """The last test of the running cluster. The next one stays in the foreground."""
     running = registry.find(NAME)
     pieces: list[str] = []
@@ -407,7 +370,6 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     assert "No cluster is up" in capsys.readouterr().err
 
     process = up.start("up", "--name", NAME, *SETTINGS)
-    assert process.stdout is not None
     assert process.stdout.readline().startswith(f"The cluster '{NAME}' is ready: 3 ranks")
     assert registry.find(NAME).owner.pid == process.pid != running.owner.pid
     process.send_signal(signal.SIGINT)
@@ -422,9 +384,7 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
 
 
 @pytest.mark.long
-def test_down_fails_what_is_open_with_one_sentence(
-    place: Sandbox, redis: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_down_fails_what_is_open_with_one_sentence(place, redis, capsys):
     """The cluster uses the user's Redis, told through standard input; it is left as it was."""
     settings = "\n".join([*SETTINGS, f"controller.url={redis.url}"])
     code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
@@ -432,7 +392,6 @@ def test_down_fails_what_is_open_with_one_sentence(
     assert all("password" not in " ".join(process.cmdline()) for process in place.processes())
     assert "password" not in place.log(NAME)
     reader = place.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
-    assert reader.stdout is not None
     assert reader.stdout.read(1)
     waiting = place.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
     until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
@@ -454,7 +413,7 @@ def test_down_fails_what_is_open_with_one_sentence(
     pipe.close()
 
 
-def test_failed_start_gives_its_reason_and_leaves_nothing(place: Sandbox) -> None:
+def test_failed_start_gives_its_reason_and_leaves_nothing(place):
     code, out, err = place.run("up", "--detach", "cluster.stages=17")
     assert (code, out) == (2, "")
     assert "only 16 layers" in err
@@ -465,7 +424,7 @@ def test_failed_start_gives_its_reason_and_leaves_nothing(place: Sandbox) -> Non
 
 
 @pytest.mark.parametrize("by_down", [False, True])
-def test_start_that_is_ended_while_it_loads_leaves_nothing(place: Sandbox, by_down: bool) -> None:
+def test_start_that_is_ended_while_it_loads_leaves_nothing(place, by_down):
     process = place.start("up", *([] if by_down else ["--detach"]), *SETTINGS)
     until(lambda: registry.entries(), PATIENCE_S)
     if by_down:
@@ -479,7 +438,7 @@ def test_start_that_is_ended_while_it_loads_leaves_nothing(place: Sandbox, by_do
 
 
 @pytest.mark.usefixtures("place")
-def test_without_clusters_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_clusters_the_status_says_so(capsys):
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "No cluster is up.\n"
     assert status(capsys) == []

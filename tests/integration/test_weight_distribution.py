@@ -3,11 +3,8 @@
 The hosts are processes of this machine, each with a cache of its own and without the hub's token.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -62,8 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    found: list[int] = AutoTokenizer.from_pretrained(DEMO / "target").encode(PROMPT)
-    return found
+    return AutoTokenizer.from_pretrained(DEMO / "target").encode(PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +129,7 @@ class Rig:
     def fetched(self, *settings: str) -> dict[str, dict[str, int]]:
         """The bytes of each host that lacked some."""
         assert main(["cache", "fetch", "--json", *settings]) == 0
-        found: dict[str, dict[str, int]] = json.loads(self.capsys.readouterr().out)["hosts"]
-        return found
+        return json.loads(self.capsys.readouterr().out)["hosts"]
 
     def files(self, host: str) -> dict[str, PartsFile]:
         files = (self.folder / host).glob("pipespec/weights/*/*/*.safetensors")
@@ -168,7 +163,7 @@ def rig(hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ],
     ids=len,
 )
-def test_the_hub_sends_every_byte_once_however_many_hosts(split: list[int], rig: Rig) -> None:
+def test_the_hub_sends_every_byte_once_however_many_hosts(split, rig):
     assert rig.fetched(*rig.settings(split)).keys() <= set(NAMES)
     rig.require_sent_once()
     assert rig.hub.tokens_at_cdn == []
@@ -187,7 +182,7 @@ def test_the_hub_sends_every_byte_once_however_many_hosts(split: list[int], rig:
 
 
 @pytest.mark.long
-def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig: Rig) -> None:
+def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig):
     """An entry with variables is a host of its own. In the second layout the launcher reads for it
     from beta, though nobody reads from the launcher at an address."""
     for split in ([8, 8], [12, 4]):
@@ -202,7 +197,7 @@ def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig: Rig) 
 
 
 @pytest.mark.long
-def test_two_starts_at_once_fetch_every_byte_once(rig: Rig) -> None:
+def test_two_starts_at_once_fetch_every_byte_once(rig):
     """Each folder's fetch waits for the other's, and finds what that one has fetched."""
     line = [sys.executable, "-m", "pipespec", "cache", "fetch", "--json", *rig.settings([4, 8, 4])]
     starts = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
@@ -214,10 +209,8 @@ def test_two_starts_at_once_fetch_every_byte_once(rig: Rig) -> None:
 
 
 @pytest.mark.slow
-def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
-    expected: list[int], rig: Rig
-) -> None:
-    assert main(["generate", *ASK, *rig.settings([5, 6, 5])]) == 0
+def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(expected, rig):
+    assert main(["generate", *ASK, *rig.settings([8, 8])]) == 0
     assert json.loads(rig.capsys.readouterr().out)["token_ids"] == expected
     rig.require_sent_once()
 
@@ -226,9 +219,7 @@ def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
 @pytest.mark.parametrize(
     "host", ["the launcher", pytest.param("beta", marks=pytest.mark.long)], ids=str
 )
-def test_a_process_that_is_killed_leaves_none_and_the_next_start_goes_on(
-    host: str, long: bool, rig: Rig
-) -> None:
+def test_a_process_that_is_killed_leaves_none_and_the_next_start_goes_on(host, long, rig):
     """Killed at several moments; nothing is fetched twice but what was under way."""
     assert inspect("org/model").path == Repository("org/model", COMMIT).folder
     kills, settings = 0, rig.settings([4, 12])
@@ -278,14 +269,13 @@ def kill_all(cache: Path) -> None:
                 each.kill()
 
 
-def in_view(folder: Path, path: Path, *, hide: bool = True, alone: bool = False) -> str:
+def in_view(folder: Path, path: Path, *, hide: bool = True) -> str:
     """A Python that finds a folder empty, as on a host that does not have it, or that finds it
-    although its parent process does not; `alone`: in a network of its own."""
+    although its parent process does not."""
     file = folder / f"python-{'hidden' if hide else 'seen'}"
     change = f"mount -t tmpfs none {path}" if hide else f"umount {path}"
-    own = "-mn" if alone else "-m"
     file.write_text(
-        f'#!/bin/sh\nexec unshare {own} sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
+        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {sys.executable} "$@"\' sh "$@"\n'
     )
     file.chmod(0o755)
     return str(file)
@@ -298,7 +288,7 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @pytest.mark.slow
-def test_a_folder_that_only_the_launcher_has_is_enough(rig: Rig) -> None:
+def test_a_folder_that_only_the_launcher_has_is_enough(rig):
     model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
     python = {"python": in_view(rig.folder, rig.folder / "only")}
     hosts = hosts_file(rig.folder, [5, 6, 5], beta=python, gamma=python)
@@ -313,9 +303,7 @@ def test_a_folder_that_only_the_launcher_has_is_enough(rig: Rig) -> None:
 @needs_root
 @pytest.mark.long
 @pytest.mark.parametrize("named", ["the host's entry", "model.target", "a GGUF file"])
-def test_a_folder_that_only_another_host_has_is_enough(
-    named: str, expected: list[int], rig: Rig
-) -> None:
+def test_a_folder_that_only_another_host_has_is_enough(named, expected, rig):
     only = rig.folder / "only"
     model = Path(shutil.copytree(rig.served, only / "model"))
     if named.startswith("a GGUF"):
@@ -333,8 +321,7 @@ def test_a_folder_that_only_another_host_has_is_enough(
         line = [launcher, "-m", "pipespec", *arguments, "--json", *settings]
         done = subprocess.run(line, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        return json.loads(done.stdout)
 
     found = pipespec("cache", "fetch")["hosts"]
     assert found.keys() == {"alpha", "gamma"}
@@ -351,7 +338,7 @@ def test_a_folder_that_only_another_host_has_is_enough(
 
 @needs_root
 @pytest.mark.slow
-def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
+def test_a_folder_of_another_host_that_lacks_files_is_named(rig):
     only = rig.folder / "only"
     model = Path(shutil.copytree(rig.served, only / "model"))
     gone = sorted(model.glob("*.safetensors"))[1]
@@ -375,7 +362,7 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
 @needs_root
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
+def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig):
     """From the launcher, which alone has the folder; the text goes on."""
     model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
     python, away = rig.folder / "python-beta", rig.folder / "away"
@@ -406,7 +393,7 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
     assert tokens and tokens == expected[: len(tokens)]
 
 
-def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig: Rig) -> None:
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig):
     rig.fetched(*rig.settings([4, 8, 4]))
     sent = rig.hub.weight_bytes
     assert rig.fetched(*rig.settings([4, 4, 8])).keys() == {"gamma"}  # beta has had layers 8 to 11
@@ -414,7 +401,7 @@ def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(ri
     assert UP.format(9) in rig.tensors("gamma")
 
 
-def test_a_host_without_its_address_is_named(rig: Rig) -> None:
+def test_a_host_without_its_address_is_named(rig):
     settings = rig.settings([4, 8, 4], beta={"address": "192.0.2.1"})
     assert main(["cache", "fetch", *settings]) == 2
     assert rig.capsys.readouterr().err == (
@@ -423,24 +410,7 @@ def test_a_host_without_its_address_is_named(rig: Rig) -> None:
     )
 
 
-@needs_root
-@pytest.mark.slow
-def test_a_host_that_others_cannot_reach_is_named(rig: Rig) -> None:
-    model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
-    python = {"python": in_view(rig.folder, rig.folder / "only", alone=True)}
-    hosts = hosts_file(rig.folder, [8, 8], beta=python)
-    assert main(["cache", "fetch", hosts, f"model.target={model}"]) == 2
-    (line,) = rig.capsys.readouterr().err.splitlines()
-    assert re.fullmatch(
-        r"pipespec: beta: alpha at 127\.0\.0\.1 did not send [\w.-]+, though asked 2 times: .*; "
-        "correct its address or interface, and let firewalls admit TCP to it",
-        line,
-    )
-
-
-def test_a_host_whose_disk_has_changed_drops_that_block(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_host_whose_disk_has_changed_drops_that_block(rig, caplog):
     rig.fetched(*rig.settings([4, 8, 4]))
     wrong = UP.format(9)
     (file,) = (each for each in rig.files("beta").values() if wrong in tensors_in(each))
@@ -473,7 +443,7 @@ def test_a_host_whose_disk_has_changed_drops_that_block(
         pytest.param("no hub from there", marks=pytest.mark.long),
     ],
 )
-def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, rig: Rig) -> None:
+def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why, rig):
     changes = {}
     if why.startswith("no hub"):
         env = {"XDG_CACHE_HOME": str(rig.folder / "beta"), "HF_HUB_OFFLINE": "1"}
@@ -485,7 +455,7 @@ def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, ri
     rig.require_sent_once()
 
 
-def test_a_host_that_cannot_write_its_cache_is_named(rig: Rig) -> None:
+def test_a_host_that_cannot_write_its_cache_is_named(rig):
     (rig.folder / "beta").touch()
     assert main(["cache", "fetch", *rig.settings([8, 8])]) == 2
     (line,) = rig.capsys.readouterr().err.splitlines()
@@ -493,7 +463,7 @@ def test_a_host_that_cannot_write_its_cache_is_named(rig: Rig) -> None:
     assert "cannot be written (Not a directory); make room or set XDG_CACHE_HOME" in line
 
 
-def test_what_was_fetched_is_listed_and_removed(rig: Rig) -> None:
+def test_what_was_fetched_is_listed_and_removed(rig):
     rig.fetched(*rig.settings([16]))
     assert main(["cache", "list", "--json"]) == 0
     (entry,) = json.loads(rig.capsys.readouterr().out)

@@ -1,7 +1,3 @@
-"""A host that other ones read weights from."""
-
-from __future__ import annotations
-
 import os
 import socket
 import ssl
@@ -56,9 +52,7 @@ def read(of: RangeSource, block: int = 0) -> bytes:
     return bytes(of.read(NAME, place_of(block, len(BLOB)), len(BLOB)))
 
 
-def test_several_threads_read_blocks_as_they_are(
-    server: WeightServer, certificate: Certificate
-) -> None:
+def test_several_threads_read_blocks_as_they_are(server, certificate):
     beta = source(server, certificate)
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda block: read(beta, block), [*range(NUM_BLOCKS)] * 2)]
@@ -66,9 +60,7 @@ def test_several_threads_read_blocks_as_they_are(
 
 
 @pytest.mark.parametrize("name", ["another.gguf", "../" + NAME, "."])
-def test_only_weight_files_of_the_start_are_sent(
-    name: str, server: WeightServer, certificate: Certificate
-) -> None:
+def test_only_weight_files_of_the_start_are_sent(name, server, certificate):
     with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 404"):
         read(source(server, certificate, name))
 
@@ -77,17 +69,13 @@ def test_only_weight_files_of_the_start_are_sent(
     "asked",
     [(0, len(BLOB)), (1, BLOCK_BYTES), (0, 1), (len(BLOB), len(BLOB)), (2 * BLOCK_BYTES, 2**99)],
 )
-def test_only_whole_blocks_are_sent(
-    asked: tuple[int, int], server: WeightServer, certificate: Certificate
-) -> None:
+def test_only_whole_blocks_are_sent(asked, server, certificate):
     with pytest.raises(ModelError, match=rf"beta at {ADDRESS} answers 416"):
         source(server, certificate).read(NAME, asked, len(BLOB))
 
 
 @pytest.mark.parametrize("why", ["never fetched", "changed on the disk"])
-def test_blocks_that_are_not_as_recorded_are_not_sent(
-    why: str, certificate: Certificate, tmp_path: Path
-) -> None:
+def test_blocks_that_are_not_as_recorded_are_not_sent(why, certificate, tmp_path):
     file = PartsFile.create(tmp_path / NAME, len(BLOB))
     for block in range(3 if why.startswith("changed") else 2):
         file.write(block, part(block))
@@ -101,15 +89,13 @@ def test_blocks_that_are_not_as_recorded_are_not_sent(
     assert PartsFile(file.path).absent() == [2]
 
 
-def test_a_host_with_the_key_of_another_run_is_refused(server: WeightServer) -> None:
+def test_a_host_with_the_key_of_another_run_is_refused(server):
     with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
         read(source(server, Certificate.make()))
 
 
 @pytest.mark.parametrize("how", ["no certificate", "another certificate", "the certificate"])
-def test_a_client_without_the_key_is_refused(
-    how: str, server: WeightServer, certificate: Certificate
-) -> None:
+def test_a_client_without_the_key_is_refused(how, server, certificate):
     """One that trusts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -128,9 +114,7 @@ def test_a_client_without_the_key_is_refused(
 
 
 @pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)])
-def test_other_protocols_are_closed_and_disturb_nothing(
-    message: bytes, server: WeightServer, certificate: Certificate
-) -> None:
+def test_other_protocols_are_closed_and_disturb_nothing(message, server, certificate):
     with socket.create_connection(server.server_address) as client:
         client.sendall(message)
         with suppress(OSError):  # it may be closed by now
@@ -141,9 +125,7 @@ def test_other_protocols_are_closed_and_disturb_nothing(
     assert read(source(server, certificate)) == part(0)
 
 
-def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_them(
-    server: WeightServer, certificate: Certificate
-) -> None:
+def test_more_strangers_than_it_has_threads_are_closed_and_hosts_come_after(server, certificate):
     with ExitStack() as stack:
         for _ in range(MOST_UNPROVEN):
             stack.enter_context(socket.create_connection(server.server_address))
@@ -152,13 +134,13 @@ def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_
     assert read(source(server, certificate)) == part(0)
 
 
-def test_it_listens_at_one_address(server: WeightServer, certificate: Certificate) -> None:
+def test_it_listens_at_one_address(server, certificate):
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.server_address[1]))
     assert read(source(server, certificate)) == part(0)
 
 
-def test_a_host_that_cannot_be_reached_is_one_sentence(certificate: Certificate) -> None:
+def test_a_host_that_cannot_be_reached_is_one_sentence(certificate):
     context = tls_context(certificate, server=False)
     beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context)
     with pytest.raises(Unavailable) as failed:

@@ -1,7 +1,5 @@
 """What `pip install .` brings: no CUDA package of its own, and little beside torch."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from importlib.metadata import distribution

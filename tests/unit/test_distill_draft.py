@@ -1,7 +1,5 @@
 """A draft made of a target, as far as a few steps take it."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

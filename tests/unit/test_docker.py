@@ -1,7 +1,5 @@
 """The Dockerfile and compose.yaml, checked without Docker: by rules of hadolint and of our own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,6 @@ def understood(words: list[str]) -> list[str]:
     settings = overrides(rest, arguments.known_options)
     compose([text for text in settings if "/models/" not in text])
     return settings
-
-
-# --- Dockerfile ---------------------------------------------------------------------------------
 
 
 def test_base_images_are_pinned() -> None:
@@ -86,9 +81,6 @@ def test_command_and_health_check_fit_the_server() -> None:
     (health,) = DOCKERFILE.final.of("HEALTHCHECK")
     assert re.search(r"--interval=\S+ --timeout=\S+ --start-period=\S+", health.arguments)
     assert f"http://127.0.0.1:{arguments.port}/health" in health.arguments
-
-
-# --- compose.yaml -------------------------------------------------------------------------------
 
 
 def test_volumes_and_mounted_files_exist() -> None:

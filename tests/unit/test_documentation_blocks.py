@@ -1,39 +1,12 @@
-"""How code blocks are read from Markdown, which the tests of documented commands rely on."""
-
-from __future__ import annotations
+"""A page fails with a command of its blocks, which the tests of documented commands rely on."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.documentation import (
-    Block,
-    Page,
-    blocks,
-)
+from tests.helpers.documentation import Block, Page
 from tests.helpers.sandbox import Sandbox
-
-TEXT = """\
-Text.
-
-<!-- slow -->
-<!-- exit: 2 -->
-```console
-$ false
-```
-
-- item
-
-  ```text
-  a
-  ```
-
-<!-- not run: needs two hosts -->
-```bash
-true
-```
-"""
 
 
 @pytest.fixture
@@ -44,15 +17,6 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 def console(text: str, **marks: str) -> Block:
     return Block("page.md", 1, "console", text, marks)
-
-
-def test_blocks_have_language_text_and_marks(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text(TEXT)
-    first, second, third = blocks(tmp_path / "page.md")
-    assert (first.language, first.text, first.slow, first.line) == ("console", "$ false\n", True, 5)
-    assert first.marks["exit"] == "2"
-    assert (second.language, second.text, second.marks) == ("text", "a\n", {})
-    assert third.not_run == "needs two hosts"
 
 
 def test_command_that_fails_or_prints_something_else_fails_the_page(page: Page) -> None:

@@ -1,7 +1,5 @@
 """The test of late features: what is counted, and how it is decided."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from tools.late_features import decision
 from tools.train_head import counts
 
 
-def test_counts_are_of_all_of_survivors_and_after_a_miss() -> None:
+def test_counts_are_of_all_of_survivors_and_after_a_miss():
     found = counts(np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
     assert found["all"].tolist() == [[2, 1, 2], [3, 3, 3]]
     assert found["survivors"].tolist() == [[2, 0, 0], [3, 2, 0]]
@@ -26,9 +24,7 @@ def test_counts_are_of_all_of_survivors_and_after_a_miss() -> None:
         (0.6, 0.56, 0.46, 0.1, "yes"),
     ],
 )
-def test_thresholds_decide(
-    first: float, later: float, surprised: float, added: float, said: str
-) -> None:
+def test_thresholds_decide(first, later, surprised, added, said):
     names = ("A(1)", "survivors(8)", "after a surprise", "added by features")
     figures = (first, later, surprised, added)
     found = {name: {"value": value} for name, value in zip(names, figures, strict=True)}

@@ -1,7 +1,5 @@
 """Where the stored figures come from: clean commits of this history, by commands that exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The reference of settings is written from their dataclasses; test_docs.py compares the page."""
 
-from __future__ import annotations
-
 import re
 
 from tools.settings_reference import page

@@ -1,7 +1,5 @@
 """Streaming text: what is shown is final, complete and cut where a stop string begins."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 
@@ -75,7 +73,7 @@ def chunks(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 
 
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT)))
-def test_no_piece_holds_a_broken_character(text: str) -> None:
+def test_no_piece_holds_a_broken_character(text):
     tokenizer = byte_level()
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(token) for token in tokenizer.encode(text)]
@@ -85,7 +83,7 @@ def test_no_piece_holds_a_broken_character(text: str) -> None:
 
 @TOKENIZERS
 @given(data=st.data())
-def test_any_tokens_give_what_decode_gives(make, data: st.DataObject) -> None:
+def test_any_tokens_give_what_decode_gives(make, data):
     """Also ids beyond the tokenizer's, as a padded vocabulary has them."""
     tokenizer = make()
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 8), max_size=40))
@@ -101,7 +99,7 @@ def fallback_ids(text: str | bytes) -> list[int]:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=2).map(str.encode)), max_size=8))
-def test_a_broken_character_of_raw_bytes_breaks_no_other(parts: list[bytes]) -> None:
+def test_a_broken_character_of_raw_bytes_breaks_no_other(parts):
     raw = b"".join(parts)
     tokenizer, ids = byte_fallback(), fallback_ids(b"." + raw)
     stream = Detokenizer(tokenizer)
@@ -122,9 +120,7 @@ def test_a_broken_character_of_raw_bytes_breaks_no_other(parts: list[bytes]) -> 
     ],
 )
 @pytest.mark.parametrize("kind", ["bytes of fallback", "bytes as letters"])
-def test_text_after_a_prompt_whose_end_is_within_a_character(
-    kind: str, prompt: str | bytes, answer: str | bytes, text: str
-) -> None:
+def test_text_after_a_prompt_whose_end_is_within_a_character(kind, prompt, answer, text):
     tokenizer, ids_of = byte_fallback(), fallback_ids
     if kind == "bytes as letters":
         tokenizer, ids_of = byte_level(), letter_ids
@@ -143,7 +139,7 @@ def letter_ids(text: str | bytes) -> list[int]:
     return [letters[bytes([byte])] for byte in raw]
 
 
-def test_broken_characters_without_end_take_no_more_time_each() -> None:
+def test_broken_characters_without_end_take_no_more_time_each():
     stream = Detokenizer(byte_fallback())
     ids = fallback_ids(b"\xff" * 4000)
     assert "".join(map(stream.push, ids)) + stream.pending == REPLACEMENT * len(ids)
@@ -154,9 +150,7 @@ def test_broken_characters_without_end_take_no_more_time_each() -> None:
     context=st.lists(st.sampled_from(["▁", "▁the", "a", "日", EOS]), max_size=12),
     after=st.lists(st.sampled_from(["▁", "▁the", "▁cat", "a", "日", ".", EOS]), max_size=8),
 )
-def test_text_after_a_context_equals_what_decode_appends(
-    context: list[str], after: list[str]
-) -> None:
+def test_text_after_a_context_equals_what_decode_appends(context, after):
     tokenizer = byte_fallback()
     prompt = tokenizer.convert_tokens_to_ids(context)
     ids = tokenizer.convert_tokens_to_ids(after)
@@ -165,17 +159,12 @@ def test_text_after_a_context_equals_what_decode_appends(
     assert text == whole(tokenizer, prompt + ids)
 
 
-# --- stop strings -----------------------------------------------------------------------------
-
-
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
     data=st.data(),
 )
-def test_first_stop_string_behind_min_tokens_ends_the_text_across_any_piece_borders(
-    text: str, stops: list[str], data: st.DataObject
-) -> None:
+def test_first_stop_string_behind_min_tokens_ends_the_text_across_all_borders(text, stops, data):
     """Of those that end at the same place the longest."""
     free = data.draw(st.integers(0, len(text)))
     ends = [end for end in range(free + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
@@ -197,9 +186,7 @@ def test_first_stop_string_behind_min_tokens_ends_the_text_across_any_piece_bord
     text=st.text("abc", max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
 )
-def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
-    text: str, stops: list[str]
-) -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text, stops):
     stream = StopStrings(stops)
     for end in range(1, len(text) + 1):
         stream.push(text[end - 1])
@@ -210,7 +197,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
         assert not rest or any(stop.startswith(rest) for stop in stops)
 
 
-def test_stop_strings_are_ignored_before_min_tokens() -> None:
+def test_stop_strings_are_ignored_before_min_tokens():
     tokenizer = byte_level()
     ids = tokenizer.encode("the cat, the hat")
     first = tokenizer.encode("the cat")
@@ -229,9 +216,7 @@ def test_stop_strings_are_ignored_before_min_tokens() -> None:
     least=st.integers(0, 3),
     data=st.data(),
 )
-def test_marked_text_is_the_same_text_with_markers_in_their_places(
-    parts: list[str], stops: list[str], least: int, data: st.DataObject
-) -> None:
+def test_marked_text_is_the_same_text_with_markers_in_their_places(parts, stops, least, data):
     tokenizer = byte_level()
     ids = [token for part in parts for token in tokenizer.encode(part)]
     plain = FinalText(tokenizer, (), stops, least)
@@ -245,15 +230,7 @@ def test_marked_text_is_the_same_text_with_markers_in_their_places(
         assert shown == "".join(parts)
 
 
-def test_a_marker_that_a_beginning_stop_string_holds_back_keeps_its_place() -> None:
-    tokenizer = byte_level()
-    eos = tokenizer.eos_token_id
-    text = FinalText(tokenizer, (), ["the cat"], 0, {eos: EOS})
-    assert text.push([*tokenizer.encode("a the"), eos]) == "a "
-    assert text.push(tokenizer.encode("re")) == f"the{EOS}re"
-
-
-def test_a_marker_within_a_character_loses_nothing() -> None:
+def test_a_marker_within_a_character_loses_nothing():
     tokenizer = byte_level()
     first, *rest = tokenizer.encode("🙂")
     eos = tokenizer.eos_token_id
@@ -263,7 +240,7 @@ def test_a_marker_within_a_character_loses_nothing() -> None:
     assert text.push([first, eos]) + text.flush() == f"{REPLACEMENT}{EOS}"
 
 
-def test_special_markers_are_those_that_decoding_leaves_out() -> None:
+def test_special_markers_are_those_that_decoding_leaves_out():
     tokenizer = byte_level.__wrapped__()  # that of the other tests stays as it is
     tokenizer.add_tokens(["<tool_call>"])
     assert special_markers(tokenizer, [EOS, "<tool_call>", "the", "unknown"]) == {
@@ -271,7 +248,7 @@ def test_special_markers_are_those_that_decoding_leaves_out() -> None:
     }
 
 
-def test_a_token_alone_has_a_text_and_bytes() -> None:
+def test_a_token_alone_has_a_text_and_bytes():
     tokenizer = byte_level()
     ids = tokenizer.encode("the é😀")
     assert b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "the é😀"
@@ -288,7 +265,7 @@ def test_long_stop_strings_cost_no_more_for_a_token_than_short_ones():
 
 
 @TOKENIZERS
-def test_a_token_begins_where_its_character_does(make) -> None:
+def test_a_token_begins_where_its_character_does(make):
     """Special tokens, which do not show, take no place."""
     tokenizer, text = make(), "a😀b ö c"
     ids_of = fallback_ids if make is byte_fallback else letter_ids
@@ -301,7 +278,7 @@ def test_a_token_begins_where_its_character_does(make) -> None:
     assert places == expected
 
 
-def test_offsets_after_broken_characters() -> None:
+def test_offsets_after_broken_characters():
     offsets = TokenOffsets(byte_fallback(), [], 0)
     # U+FFFD for the first byte, for the next two, and for the last.
     found = [*map(offsets.push, fallback_ids(b"\xff\xf0\x9fa\xffb"))]
@@ -320,7 +297,7 @@ def test_offsets_after_broken_characters() -> None:
     ],
 )
 @pytest.mark.parametrize("shows", [False, True])
-def test_stop_strings_may_name_special_tokens(stop: str, shown: str, shows: bool) -> None:
+def test_stop_strings_may_name_special_tokens(stop, shown, shows):
     tokenizer = byte_level()
     eos = tokenizer.eos_token_id
     ids = [*tokenizer.encode("a the cat"), eos, *tokenizer.encode(" the"), eos]
@@ -340,7 +317,7 @@ def test_stop_strings_may_name_special_tokens(stop: str, shown: str, shows: bool
 
 
 @pytest.mark.parametrize(("kind", "stops"), [(1, True), (3, True), (4, False)])
-def test_stop_strings_may_name_the_control_tokens_of_a_gguf_file(kind: int, stops: bool) -> None:
+def test_stop_strings_may_name_the_control_tokens_of_a_gguf_file(kind, stops):
     """Those of the user (4) are text, and so end it too, but are known only by their text."""
     tokens = ["a", "b", "<|eot_id|>", "<turn>"]
     types = {"tokenizer.ggml.token_type": [1, 1, kind, 3 if stops else 4]}

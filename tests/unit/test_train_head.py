@@ -1,7 +1,5 @@
 """A draft head that learns from its target, and its folder."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -164,6 +162,7 @@ def test_a_loss_sees_features_up_to_the_base_alone(target: LlamaForCausalLM) -> 
     assert ours != theirs
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_head(target: LlamaForCausalLM, tmp_path: Path) -> None:
     folder, out = tmp_path / "target", tmp_path / "head"
     target.save_pretrained(folder)

@@ -1,7 +1,3 @@
-"""Training that may be killed at any moment."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The cluster, the server and the browser that the tests of all pages share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

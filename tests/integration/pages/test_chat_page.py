@@ -1,7 +1,5 @@
 """The chat page in a real browser, beside a real server and cluster."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -110,9 +108,7 @@ def aborted(server: Server) -> float:
     return sum(count for (its, *labels), count in counted if its == name and label in labels)
 
 
-def test_chat_by_keyboard_streams_the_servers_text(
-    opened: Callable[..., View], server: Server
-) -> None:
+def test_chat_by_keyboard_streams_the_servers_text(opened, server):
     view = opened("/chat", key=None, viewport={"width": 400, "height": 800}, color_scheme="dark")
     page = view.page
     page.get_by_label("API key").wait_for()
@@ -152,7 +148,7 @@ def test_chat_by_keyboard_streams_the_servers_text(
     assert view.text("h2#title") == "New conversation"
 
 
-def test_answer_is_stopped_regenerated_and_edited(view: View, server: Server) -> None:
+def test_answer_is_stopped_regenerated_and_edited(view, server):
     page, before = view.page, aborted(server)
     endless(view)
     say(view, QUESTION)
@@ -183,7 +179,7 @@ def test_answer_is_stopped_regenerated_and_edited(view: View, server: Server) ->
     assert page.locator(".message").count() == 2
 
 
-def test_conversations_are_kept_renamed_exported_and_deleted(view: View, server: Server) -> None:
+def test_conversations_are_kept_renamed_exported_and_deleted(view, server):
     page = view.page
     set_fields(view, max_tokens=4)
     for text in ("First question\nand more", "Second question"):
@@ -236,7 +232,7 @@ def test_conversations_are_kept_renamed_exported_and_deleted(view: View, server:
         assert tab.locator("#conversations button").count() == 0
 
 
-def test_errors_are_sentences_and_the_answer_can_be_tried_again(view: View) -> None:
+def test_errors_are_sentences_and_the_answer_can_be_tried_again(view):
     page = view.page
     failed = 'data: {"error": {"message": "A rank has failed; send it again."}}\n\ndata: [DONE]\n\n'
     set_fields(view, max_tokens=4)
@@ -273,7 +269,7 @@ def test_errors_are_sentences_and_the_answer_can_be_tried_again(view: View) -> N
     assert answered(view)
 
 
-def test_chat_works_where_the_browser_keeps_nothing(opened: Callable[..., View]) -> None:
+def test_chat_works_where_the_browser_keeps_nothing(opened):
     view = opened("/chat", key=None)
     page = view.page
     view.context.add_init_script(
@@ -294,7 +290,7 @@ def test_chat_works_where_the_browser_keeps_nothing(opened: Callable[..., View])
     assert page.locator(".message").count() == 2
 
 
-def test_tree_of_the_answer_is_shown_beside_it(view: View) -> None:
+def test_tree_of_the_answer_is_shown_beside_it(view):
     page = view.page
     page.get_by_role("button", name="Tree").click()
     endless(view)
@@ -307,7 +303,7 @@ def test_tree_of_the_answer_is_shown_beside_it(view: View) -> None:
     answered(view)
 
 
-def test_hostile_answers_stay_text(view: View) -> None:
+def test_hostile_answers_stay_text(view):
     pieces = [HOSTILE[at : at + 3] for at in range(0, len(HOSTILE), 3)]
     replying(view, *pieces)
     say(view, HOSTILE)
@@ -339,7 +335,7 @@ def test_hostile_answers_stay_text(view: View) -> None:
     assert "https" in answered(view)
 
 
-def test_reasoning_is_folded(view: View) -> None:
+def test_reasoning_is_folded(view):
     replying(
         view, {"reasoning_content": "Think <b>"}, {"reasoning_content": " well."}, "So *it* is."
     )
@@ -375,7 +371,7 @@ const write = (node) => typeof node === "string" ? node : "br hr".includes(node.
 const { blocks } = await import("/page/markdown.js");"""
 
 
-def test_markdown_is_read_as_models_write_it(view: View) -> None:
+def test_markdown_is_read_as_models_write_it(view):
     script = (
         f"async (texts) => {{ {WRITE} return texts.map((t) => blocks(t).map(write).join('')); }}"
     )
@@ -383,7 +379,7 @@ def test_markdown_is_read_as_models_write_it(view: View) -> None:
     assert dict(zip(CASES, found, strict=True)) == CASES
 
 
-def test_unfinished_markdown_keeps_its_look_while_it_grows(view: View) -> None:
+def test_unfinished_markdown_keeps_its_look_while_it_grows(view):
     script = f"""async (text) => {{ {WRITE}
         return [...text].map((_, i) => blocks(text.slice(0, i + 1), true).map(write));
     }}"""
@@ -410,7 +406,7 @@ def plain(block: str) -> str:
     return "".join(part for part in parts if not part.startswith("<"))
 
 
-def test_code_is_coloured_by_its_language(view: View) -> None:
+def test_code_is_coloured_by_its_language(view):
     script = """async ([code, language]) => {
         const { highlighted } = await import("/page/highlight.js");
         return highlighted(code, language).filter(([, kind]) => kind);

@@ -1,14 +1,12 @@
 """The dashboard in a real browser, beside a real server and cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import pytest
@@ -80,7 +78,7 @@ class Asking:
                     break
         return said
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +125,7 @@ def quantile(told: dict[Any, float], name: str, share: float) -> float:
     raise AssertionError(name)
 
 
-def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> None:
+def test_every_number_on_the_page_equals_metrics(server, view):
     for _ in range(2):
         body = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
         server.http.post("/v1/completions", json=body).raise_for_status()
@@ -169,9 +167,7 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
     assert "layers 0-" in cards[1]
 
 
-def test_displayed_tree_equals_the_heads(
-    server: Server, view: View, running: RunningCluster
-) -> None:
+def test_displayed_tree_equals_the_heads(server, view, running):
     keys = RedisKeys(running.namespace)
     pipe = RedisConnection(running.url)
     try:
@@ -265,7 +261,7 @@ def steps(*numbers: int, texts: list[str]) -> tuple[str, dict[str, Any]]:
     return "steps", {"steps": rows, "tree": tree}
 
 
-def test_each_stage_shows_the_batch_that_has_come_to_it(view: View) -> None:
+def test_each_stage_shows_the_batch_that_has_come_to_it(view):
     telling(view, snapshot(4), steps(7, 8, 9, texts=[]))
     view.page.reload()
     view.page.wait_for_selector("#requests .watch").click()
@@ -276,7 +272,7 @@ def test_each_stage_shows_the_batch_that_has_come_to_it(view: View) -> None:
     assert "in flight, about stage 1, p" in view.text("#tree .flight title")
 
 
-def test_what_is_accepted_while_the_tree_is_held_is_shown_afterwards(view: View) -> None:
+def test_what_is_accepted_while_the_tree_is_held_is_shown_afterwards(view):
     words = [f"{number} " for number in range(300)]
     told = [steps(number, texts=[word]) for number, word in enumerate(words)]
     telling(view, snapshot())
@@ -303,7 +299,7 @@ def origins(view: View) -> list[tuple[str, str]]:
     return [(client.partition(" · ")[0], preview) for client, preview in found]
 
 
-def test_page_cancels_a_request(server: Server, view: View) -> None:
+def test_page_cancels_a_request(server, view):
     with Asking(server, 2) as asking:
         view.page.wait_for_selector("#requests tr:nth-child(2) .cancel")
         # The log has a request a moment before its server knows that it has taken it.
@@ -318,7 +314,7 @@ def test_page_cancels_a_request(server: Server, view: View) -> None:
     assert server.http.post("/requests/0/cancel").status_code == 400
 
 
-def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: Server) -> None:
+def test_page_asks_for_the_key_and_every_control_has_a_name(browser, server):
     context = browser.new_context(viewport={"width": 400, "height": 800}, color_scheme="dark")
     page = context.new_page()
     page.goto(server.url)
@@ -341,9 +337,7 @@ def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server
     context.close()
 
 
-def test_page_shows_a_new_epoch_and_continues(
-    server: Server, view: View, running: RunningCluster
-) -> None:
+def test_page_shows_a_new_epoch_and_continues(server, view, running):
     snapshots(view)
     epoch = server.metric("pipespec_epoch")
     with Asking(server, 1):
@@ -359,7 +353,7 @@ def test_page_shows_a_new_epoch_and_continues(
 
 
 @pytest.mark.long
-def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> None:
+def test_page_reconnects_to_a_restarted_server(place, browser):
     arguments = ("--on", NAME, "--api-key", KEY, "--limit", "shutdown_timeout=30")
     with serving(place, *arguments) as first:
         port = first.url.rpartition(":")[2]
@@ -374,7 +368,7 @@ def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> 
     view.close()
 
 
-def test_page_shows_no_empty_cards_and_explains_its_words(view: View) -> None:
+def test_page_shows_no_empty_cards_and_explains_its_words(view):
     view.page.route("**/events*", lambda route: route.abort())
     view.page.reload()
     view.page.get_by_text("no answer; trying again").wait_for()
@@ -389,7 +383,7 @@ def test_page_shows_no_empty_cards_and_explains_its_words(view: View) -> None:
     assert len(explained) > 25 and [word for word, title in explained if not title] == []
 
 
-def test_page_shows_what_happened_before_it_was_opened(view: View) -> None:
+def test_page_shows_what_happened_before_it_was_opened(view):
     # Every five seconds ten tokens in four steps; then the cluster is away, and a new epoch begins.
     moments = [[5 * n, 10 * n, 4 * n, 1, None if n else "old"] for n in range(200)]
     moments += [[1000, *[None] * 4], [1005, 2000, 800, 2, "epoch 1 ended: new"]]
@@ -404,7 +398,7 @@ def test_page_shows_what_happened_before_it_was_opened(view: View) -> None:
         assert view.text(f"#{chart}-value").startswith(value)
 
 
-def test_hostile_names_and_texts_stay_text(place: Sandbox, browser: Any) -> None:
+def test_hostile_names_and_texts_stay_text(place, browser):
     name = '<img src=x onerror="window.hacked = 1">'
     hostile = f"{name}\u202eevil"  # which the server refuses in its own name
     keys = ("--api-key", KEY, "--api-key", "other")

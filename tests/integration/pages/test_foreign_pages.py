@@ -1,7 +1,5 @@
 """What web pages of other origins reach of a server, in a real browser beside a real cluster."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,9 +107,7 @@ def lan(server: Server) -> str:
     return server.url.replace("127.0.0.1", "lan.test")
 
 
-def test_foreign_page_cancels_nothing_and_reads_nothing(
-    server: Server, browser: Any, elsewhere: str
-) -> None:
+def test_foreign_page_cancels_nothing_and_reads_nothing(server, browser, elsewhere):
     with server.openai() as client, page_of(browser, elsewhere) as page:
         stream = client.completions.create(prompt="Once", stream=True, **LONG)
         pieces = iter(stream)

@@ -1,7 +1,5 @@
 """The cluster and the server that the tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,4 @@
-"""The SDKs of other interfaces than OpenAI's chats, with a real server on a real cluster: whole and
-streamed."""
-
-from __future__ import annotations
+"""The SDKs of other interfaces than OpenAI's chats, whole and streamed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,15 +35,11 @@ def llama(server: Server) -> ollama.Client:
     return ollama.Client(server.url, timeout=PATIENCE_S)
 
 
-# --- Anthropic --------------------------------------------------------------------------------
-
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": HELLO}
 GREEDY = {"temperature": 0}  # its package has no field for it any more
 
 
-def test_anthropic_package_reads_messages_whole_and_streamed(
-    server: Server, claude: anthropic.Anthropic
-) -> None:
+def test_anthropic_package_reads_messages_whole_and_streamed(server, claude):
     told = claude.messages.create(system="Be kind.", extra_body=GREEDY, **ASKED)
     with claude.messages.stream(system="Be kind.", extra_body=GREEDY, **ASKED) as stream:
         text = "".join(stream.text_stream)
@@ -62,10 +55,7 @@ def test_anthropic_package_reads_messages_whole_and_streamed(
     assert counted.input_tokens == chat["usage"]["prompt_tokens"]
 
 
-# --- OpenAI's responses -----------------------------------------------------------------------
-
-
-def test_openai_package_reads_responses_whole_and_streamed(gpt: openai.OpenAI) -> None:
+def test_openai_package_reads_responses_whole_and_streamed(gpt):
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
     asked |= {"input": "Tell me a story", "instructions": "Be kind."}
     told = gpt.responses.create(**asked)
@@ -74,7 +64,7 @@ def test_openai_package_reads_responses_whole_and_streamed(gpt: openai.OpenAI) -
     assert told.output_text == text == events[-1].response.output_text
 
 
-def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
+def test_responses_continue_earlier_ones(gpt):
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
     first = gpt.responses.create(**asked, input="Tell me a story")
     later = gpt.responses.create(**asked, input="Go on.", previous_response_id=first.id)
@@ -101,10 +91,7 @@ def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
         assert refused.value.code == "previous_response_not_found"
 
 
-# --- Ollama -----------------------------------------------------------------------------------
-
-
-def test_ollama_package_reads_answers_whole_and_streamed(llama: ollama.Client) -> None:
+def test_ollama_package_reads_answers_whole_and_streamed(llama):
     options = {"temperature": 0, "num_predict": 24}
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "options": options}
     told = llama.chat(**asked)

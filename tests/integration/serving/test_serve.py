@@ -1,12 +1,9 @@
 """`pipespec serve`: a real server on a real cluster, asked by OpenAI's package and by raw HTTP."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -19,7 +16,7 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.system.folders import resource_dir
-from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.sandbox import PATIENCE_S
 from tests.helpers.serving import MODEL, NAME, Server, serving
 from tests.helpers.waiting import until
 from tests.integration.serving.conftest import CONTEXT
@@ -67,12 +64,7 @@ def strictly(kind: type[BaseModel], told: Any) -> Any:
     return kind.model_validate(told, strict=True, extra="forbid")
 
 
-# --- text -------------------------------------------------------------------------------------
-
-
-def test_greedy_tokens_equal_hugging_face(
-    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
-) -> None:
+def test_greedy_tokens_equal_hugging_face(client, tokenizer, expected):
     for prompt, ids in zip(PROMPTS, expected, strict=True):
         for given in (prompt, tokenizer.encode(prompt)):
             told = client.completions.create(prompt=given, logprobs=0, **ASKED)
@@ -83,9 +75,7 @@ def test_greedy_tokens_equal_hugging_face(
             assert told.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
 
-def test_chat_equals_completion_of_the_rendered_template(
-    client: openai.OpenAI, tokenizer: Any
-) -> None:
+def test_chat_equals_completion_of_the_rendered_template(client, tokenizer):
     messages = [
         {"role": "developer", "content": "Be brief."},
         {
@@ -113,7 +103,7 @@ def test_chat_equals_completion_of_the_rendered_template(
     assert same.usage.prompt_tokens_details.cached_tokens == tokens - 1
 
 
-def test_streams_equal_whole_replies_in_valid_chunks(server: Server, client: openai.OpenAI) -> None:
+def test_streams_equal_whole_replies_in_valid_chunks(server, client):
     asked = ASKED | {"stream_options": {"include_usage": True}}
     whole = client.chat.completions.create(messages=HELLO, **ASKED)  # type: ignore[call-overload]
     chunks = server.chunks("/v1/chat/completions", asked | {"messages": HELLO})
@@ -140,16 +130,13 @@ def test_streams_equal_whole_replies_in_valid_chunks(server: Server, client: ope
     assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == told.choices[0].text
 
 
-def test_whole_replies_have_openais_types(server: Server) -> None:
+def test_whole_replies_have_openais_types(server):
     body = ASKED | {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}
     chat = strictly(ChatCompletion, server.http.post("/v1/chat/completions", json=body).json())
     assert all(len(token.top_logprobs) == 2 for token in chat.choices[1].logprobs.content)
     body = ASKED | {"prompt": PROMPTS[0], "logprobs": 2, "n": 2}
     told = strictly(Completion, server.http.post("/completions", json=body).json())
     assert all(len(likely) >= 2 for likely in told.choices[1].logprobs.top_logprobs)
-
-
-# --- log-probabilities ------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -161,9 +148,7 @@ def scored(ids: list[int]) -> tuple[torch.Tensor, list[float]]:
     return values, values.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
 
 
-def test_logprobs_equal_hugging_face(
-    server: Server, client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
-) -> None:
+def test_logprobs_equal_hugging_face(server, client, tokenizer, expected):
     prompt = tokenizer.encode(PROMPTS[0])
     values, own = scored([*prompt, *expected[0]])
     told = client.completions.create(prompt=prompt, logprobs=3, **ASKED).choices[0].logprobs
@@ -197,9 +182,7 @@ def test_logprobs_equal_hugging_face(
     assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
 
 
-def test_a_prompt_of_exactly_the_context_is_scored(
-    client: openai.OpenAI, expected: list[list[int]]
-) -> None:
+def test_a_prompt_of_exactly_the_context_is_scored(client, expected):
     prompt = (expected[0] * CONTEXT)[:CONTEXT]
     own = scored(prompt)[1]
     asked = {"echo": True, "logprobs": 1} | ASKED | {"max_tokens": 0}
@@ -211,10 +194,7 @@ def test_a_prompt_of_exactly_the_context_is_scored(
         client.completions.create(prompt=[*prompt, 5], **asked)
 
 
-# --- who leaves, and who comes in numbers -----------------------------------------------------
-
-
-def test_disconnected_client_cancels_its_requests(server: Server, client: openai.OpenAI) -> None:
+def test_disconnected_client_cancels_its_requests(server, client):
     def unfinished() -> float:
         return sum(server.metric(f"vllm:num_requests_{kind}") for kind in ("running", "waiting"))
 
@@ -238,10 +218,7 @@ def test_disconnected_client_cancels_its_requests(server: Server, client: openai
     assert server.metric("pipespec_request_success_total") == left + 4
 
 
-# --- the other routes -------------------------------------------------------------------------
-
-
-def test_models_and_tokenize_routes(server: Server, client: openai.OpenAI, tokenizer: Any) -> None:
+def test_models_and_tokenize_routes(server, client, tokenizer):
     (model,) = client.models.list().data
     assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT)
     assert client.models.retrieve(MODEL) == model
@@ -261,9 +238,7 @@ def test_models_and_tokenize_routes(server: Server, client: openai.OpenAI, token
     assert (info["vocab_size"], info["model_max_length"]) == (len(tokenizer), CONTEXT)
 
 
-def test_cluster_metrics_count_the_requests(
-    server: Server, client: openai.OpenAI, tokenizer: Any
-) -> None:
+def test_cluster_metrics_count_the_requests(server, client, tokenizer):
     def told(name: str) -> float:
         return server.metric(name)
 
@@ -309,7 +284,7 @@ def test_cluster_metrics_count_the_requests(
 
 
 @pytest.mark.long
-def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
+def test_shutdown_finishes_running_requests(place):
     with serving(place, "--on", NAME, "--limit", f"shutdown_timeout={PATIENCE_S}") as server:
         asked = LONG | {"max_tokens": 100}
         stream = server.openai().completions.create(prompt="a", model=MODEL, stream=True, **asked)
@@ -320,7 +295,7 @@ def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
         assert server.process.wait(PATIENCE_S) == 0
 
 
-def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place: Sandbox) -> None:
+def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place):
     with serving(place, "--on", NAME) as ending:
         client, said = ending.openai(), ending.process.stderr
         stream = iter(client.completions.create(prompt="a", model=MODEL, stream=True, **LONG))
@@ -333,22 +308,3 @@ def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(place: Sandbox)
             list(stream)
         assert ending.process.wait(10) == 0  # 0.7 s on a machine with nothing else
         assert said.read() == ""
-
-
-@pytest.mark.long
-def test_shutdown_timeout_of_zero_ends_the_server_at_once(place: Sandbox, server: Server) -> None:
-    with serving(place, "--on", NAME, "--limit", "shutdown_timeout=0") as ending:
-        client = ending.openai()
-        stream = client.completions.create(prompt="a", model=MODEL, stream=True, **LONG)
-        with ThreadPoolExecutor() as users:
-            whole = users.submit(client.completions.create, prompt="a", model=MODEL, **LONG)
-            until(lambda: ending.http.get("/load").json() == {"server_load": 2})
-            next(iter(stream))
-            ending.process.terminate()
-            with pytest.raises(openai.APIError, match="The server is shutting down"):
-                list(stream)
-            with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
-                whole.result()
-        _, said = ending.process.communicate(timeout=PATIENCE_S)
-        assert (ending.process.returncode, said) == (0, "")
-    until(lambda: server.metric("vllm:num_requests_running") == 0)

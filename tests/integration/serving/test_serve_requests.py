@@ -1,7 +1,5 @@
 """Fields and headers of requests, from HTTP to a real cluster and back."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
@@ -33,8 +31,7 @@ def completed(server: Server, key: str = "", **fields: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     reply = server.http.post("/v1/completions", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
-    result: dict[str, Any] = reply.json()
-    return result
+    return reply.json()
 
 
 def cached(server: Server, key: str = "", **fields: Any) -> int:
@@ -49,10 +46,7 @@ def long_prompt() -> str:
     return f"{uuid.uuid4()}: once upon a time there was a girl who went to the park with her dog."
 
 
-# --- whose prompts are shared -----------------------------------------------------------------
-
-
-def test_prefix_cache_is_shared_only_within_a_cache_salt(server: Server) -> None:
+def test_prefix_cache_is_shared_only_within_a_cache_salt(server):
     prompt = long_prompt()
     assert cached(server, prompt=prompt, cache_salt="one") < 16
     assert cached(server, prompt=prompt, cache_salt="one") > 16
@@ -62,7 +56,7 @@ def test_prefix_cache_is_shared_only_within_a_cache_salt(server: Server) -> None
     assert cached(server, prompt=prompt, cache_salt=None) > 16, "null is as if it were left out"
 
 
-def test_private_prefixes_are_not_shared_between_api_keys(server: Server, private: Server) -> None:
+def test_private_prefixes_are_not_shared_between_api_keys(server, private):
     prompt = long_prompt()
     assert cached(private, FIRST, prompt=prompt) == 0
     assert cached(private, FIRST, prompt=prompt) > 16
@@ -78,9 +72,7 @@ def test_private_prefixes_are_not_shared_between_api_keys(server: Server, privat
     assert result["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
 
 
-def test_redis_holds_nothing_comparable_with_an_api_key(
-    place: Sandbox, private: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_holds_nothing_comparable_with_an_api_key(place, private, monkeypatch):
     """Not even by who knows the key: the salt is made with a secret of the server."""
     monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
     running = registry.find(NAME)
@@ -96,13 +88,8 @@ def test_redis_holds_nothing_comparable_with_an_api_key(
     assert FIRST not in json.dumps(asked)
 
 
-# --- who can reach it ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", [(), ("--api-key", FIRST)])
-def test_reachable_server_without_api_key_warns_in_one_line(
-    place: Sandbox, key: tuple[str, ...]
-) -> None:
+def test_reachable_server_without_api_key_warns_in_one_line(place, key):
     server = Server(place, "--on", NAME, "--host", "0.0.0.0", *key)
     assert server.http.get("/health").status_code == 200
     server.http.close()
@@ -112,10 +99,7 @@ def test_reachable_server_without_api_key_warns_in_one_line(
     assert err.count("\n") == err.count(expected) == int(not key)
 
 
-# --- X-Request-Id -----------------------------------------------------------------------------
-
-
-def test_every_reply_has_a_request_id(server: Server, private: Server) -> None:
+def test_every_reply_has_a_request_id(server, private):
     good = {"prompt": "a", "max_tokens": 1}
     http = server.http
     replies = [
@@ -141,7 +125,7 @@ def test_every_reply_has_a_request_id(server: Server, private: Server) -> None:
     assert all(re.fullmatch("req_[0-9a-f]{32}", each) for each in ids)
 
 
-def test_only_valid_request_ids_of_clients_are_sent_back(server: Server) -> None:
+def test_only_valid_request_ids_of_clients_are_sent_back(server):
     def id_of(given: bytes) -> str:
         reply = server.http.get("/health", headers=[(b"X-Request-Id", given)])
         assert len(reply.headers.get_list("x-request-id")) == 1

@@ -1,14 +1,11 @@
 """The log-probabilities of the Python interface."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from pipespec import Logprob
-from pipespec.api.outputs import LogprobsAtPlace, logprobs_by_place
+from pipespec.api.outputs import logprobs_by_place
 from pipespec.core import TokenLogprobs
 
 
@@ -35,8 +32,6 @@ TOP = ((4, -0.5), (1, -1.5), (2, -2.0))
         (7, -9.0, (), None, None),
     ],
 )
-def test_the_token_and_the_most_probable_are_reported(
-    token: int, own: float, top: Any, most: int | None, found: LogprobsAtPlace | None
-) -> None:
+def test_the_token_and_the_most_probable_are_reported(token, own, top, most, found):
     (place,) = logprobs_by_place(Letters(), [token], [TokenLogprobs(own, top)], most) or [None]
     assert place == found and [*(place or ())] == [*(found or ())]

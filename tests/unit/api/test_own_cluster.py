@@ -1,10 +1,5 @@
 """How the arguments of LLM become settings, and what is refused before anything starts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pipespec import LLM, AsyncLLM
@@ -14,14 +9,14 @@ from pipespec.errors import ConfigError
 from pipespec.head.policies.root import Root
 
 
-def test_arguments_are_settings_and_none_are_the_defaults() -> None:
+def test_arguments_are_settings_and_none_are_the_defaults():
     assert overrides_of(None, None, None, None, {}) == []
     settings = ["model.target=m", "model.draft=d", "cluster.stages=2"]
     assert overrides_of("m", "d", 2, None, {}) == settings
     assert overrides_of("m", None, None, "h.yaml", {}) == ["model.target=m", "cluster=h.yaml"]
 
 
-def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
+def test_every_kind_of_value_arrives_as_it_was(tmp_path):
     folder = tmp_path / "a folder, with [brackets]"
     settings = {
         "policy": "level",
@@ -60,30 +55,16 @@ def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
         ({"hosts": "/nowhere/hosts.yaml"}, "/nowhere/hosts.yaml"),
     ],
 )
-def test_wrong_settings_are_refused_before_a_process_starts(
-    arguments: dict[str, Any], said: str
-) -> None:
+def test_wrong_settings_are_refused_before_a_process_starts(arguments, said):
     with pytest.raises(ConfigError, match=said) as refused:
         LLM(**arguments)
     assert str(refused.value).count("\n") == 0
 
 
-def test_a_policy_of_the_main_module_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_policy_of_the_main_module_is_refused_with_the_remedy(monkeypatch):
     class Own(Root):
         pass
 
     monkeypatch.setattr(Own, "__module__", "__main__")
     with pytest.raises(ConfigError, match=r"Own is defined in __main__.*into a module of its own"):
         AsyncLLM(policy=Own())
-
-
-def test_connecting_to_a_cluster_that_is_not_up_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="No cluster named 'lab' is up"):
-        LLM.connect("lab")
-    with pytest.raises(ConfigError, match="No cluster is up"):
-        LLM.connect()

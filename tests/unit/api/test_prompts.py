@@ -1,9 +1,3 @@
-"""What may be passed as a prompt."""
-
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from pipespec.api.prompts import tokenize_chats, tokenize_prompts
@@ -21,7 +15,7 @@ def model() -> ModelInfo:
     return ModelInfo.of(decide(compose([f"model.context={CONTEXT}"])))
 
 
-def test_texts_and_token_ids_may_be_one_or_many(model: ModelInfo) -> None:
+def test_texts_and_token_ids_may_be_one_or_many(model):
     (text,) = tokenize_prompts(model, "Once upon a time")
     assert text.text == "Once upon a time"
     ids = list(text.token_ids)
@@ -31,7 +25,7 @@ def test_texts_and_token_ids_may_be_one_or_many(model: ModelInfo) -> None:
     assert [one.text for one in many] == ["Once", None]
 
 
-def test_a_conversation_is_rendered_by_the_chat_template(model: ModelInfo) -> None:
+def test_a_conversation_is_rendered_by_the_chat_template(model):
     (one,) = tokenize_chats(model, HELLO)
     assert one.text == model.render(HELLO)
     assert tokenize_chats(model, [HELLO, HELLO]) == [one, one]
@@ -54,8 +48,6 @@ def test_a_conversation_is_rendered_by_the_chat_template(model: ModelInfo) -> No
         (tokenize_chats, [["Hello"]], "must be a list of messages"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
-    model: ModelInfo, tokenize: Any, given: Any, said: str
-) -> None:
+def test_what_cannot_be_used_is_refused(model, tokenize, given, said):
     with pytest.raises(PromptError, match=said):
         tokenize(model, given)

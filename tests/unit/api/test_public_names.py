@@ -1,7 +1,5 @@
 """What `import pipespec` offers, and what it costs."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

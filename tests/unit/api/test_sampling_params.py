@@ -1,7 +1,5 @@
 """How the parameters of the Python interface become those of a request, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

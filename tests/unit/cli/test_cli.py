@@ -1,14 +1,11 @@
 """The command line: what it prints where, and the exit code, without decoding anything."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,14 +29,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
-def test_options_of_other_tools_are_named_by_settings_that_exist() -> None:
+def test_options_of_other_tools_are_named_by_settings_that_exist():
     assert {*SETTINGS.values()} <= {each.name for each in choices.settings()}
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "up", "serve"])
-def test_help_lists_every_setting_with_its_default(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_lists_every_setting_with_its_default(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     out = capsys.readouterr().out
@@ -48,7 +43,7 @@ def test_help_lists_every_setting_with_its_default(
         assert setting.note in out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("pipespec ")
 
@@ -121,26 +116,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "policy.width=a"], "must be a number"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_sentence_and_exit_code_2(argv, part, capsys):
     assert part in refused(capsys, *argv)
 
 
 @pytest.mark.parametrize("more", [[], ["--on", "nobody"], ["--api-key", "a"]])
 @pytest.mark.parametrize("value", ["", " "])
-def test_an_empty_api_key_in_the_environment_is_refused(
-    value: str,
-    more: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_empty_api_key_in_the_environment_is_refused(value, more, monkeypatch, capsys):
     monkeypatch.setenv("PIPESPEC_API_KEY", value)
     told = refused(capsys, "serve", *more)
     assert "The variable PIPESPEC_API_KEY is empty; set it to a key, or unset it" in told
 
 
-def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_file_that_is_not_text(tmp_path, capsys):
     file = tmp_path / "prompt"
     file.write_bytes(b"ab\xff")
     assert "it is not UTF-8 text at byte 2" in refused(
@@ -151,16 +139,12 @@ def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("argv", [["-"], ["--prompt-file", "-"]])
-def test_the_prompt_can_come_from_standard_input(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_prompt_can_come_from_standard_input(argv, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "Standard input cannot be read: it is not UTF-8" in refused(capsys, "generate", *argv)
 
 
-def test_user_without_a_home_folder_gets_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_without_a_home_folder_gets_a_sentence(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", "")
     assert "no home folder: set HOME" in refused(capsys, "status")
@@ -171,7 +155,7 @@ def test_user_without_a_home_folder_gets_a_sentence(
     assert main(["status"]) == 0
 
 
-def test_doctor_reports_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_what_the_machine_can_run(capsys):
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert findings["ok"] is True
@@ -186,7 +170,7 @@ def test_doctor_reports_what_the_machine_can_run(capsys: pytest.CaptureFixture[s
     assert findings["redis"]["version"][0].isdigit()
 
 
-def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_a_table(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("torch", "sdpa", "flashinfer", "gloo", "Redis", "cpu"))
@@ -195,9 +179,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "label"), [("lossy", "LOSSY"), ("emulated", "EMULATED"), ("synthetic", "SYNTHETIC")]
 )
-def test_what_is_not_the_plain_truth_is_labelled(
-    flag: str, label: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_the_plain_truth_is_labelled(flag, label, capsys):
     from pipespec.client.answers import Result
 
     for stated in (False, True):
@@ -208,7 +190,8 @@ def test_what_is_not_the_plain_truth_is_labelled(
             assert (label in capsys.readouterr().err) is stated
 
 
-def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence() -> None:
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence():
     full = "pipespec: Standard output cannot be written: No space left on device.\n"
     reader, writer = os.pipe()
     os.close(reader)
@@ -225,10 +208,9 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_sentence() -> N
             assert (answer.returncode, answer.stderr) == (code, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_command_without_a_traceback(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_ends_the_command_without_a_traceback(number, tmp_path):
     prompt = tmp_path / "prompt"
     os.mkfifo(prompt)
     # Under nohup it is ignored, and so it would be there.
@@ -271,8 +253,9 @@ sys.exit(main.main(["doctor"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_meets_a_callback_is_not_lost(number: signal.Signals) -> None:
+def test_a_signal_that_meets_a_callback_is_not_lost(number):
     """Python can raise nothing there, and every import runs some."""
     answer = subprocess.run(
         [sys.executable, "-c", IN_A_CALLBACK, str(int(number))],
@@ -287,9 +270,7 @@ def test_a_signal_that_meets_a_callback_is_not_lost(number: signal.Signals) -> N
     )
 
 
-def test_without_its_packages_serve_names_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_packages_serve_names_the_extra(capsys, monkeypatch):
     monkeypatch.setattr(serve_command, "NEEDS", ("json", "no_such_package"))
     assert "needs no_such_package, which is not installed; run pip install 'pipespec[serve]'" in (
         refused(capsys, "serve", "--on", "lab")

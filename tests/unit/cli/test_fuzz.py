@@ -4,8 +4,6 @@ Nothing here begins a cluster: what would reach one names a device that no machi
 folder that is not there. What files hold is tested in tests/unit/system/test_validation.py.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -37,8 +35,6 @@ def examples(share: float) -> settings:
 
 # What has to read all of conf/ takes a tenth of a second.
 slow, few, many = examples(0.1), examples(0.2), examples(0.5)
-
-# --- what stands there ------------------------------------------------------------------------
 
 ODD = (
     *("", "-1", "0", "1", "3", "1e999", "nan", "null", "true", "~nobody/x", "\0", "..", "/", "é"),
@@ -94,9 +90,6 @@ def altered(whole: Any) -> st.SearchStrategy[Any]:
     return VALUES
 
 
-# --- what happens -----------------------------------------------------------------------------
-
-
 @contextmanager
 def place() -> Iterator[Path]:
     """A folder with everything that a command may write outside its own arguments."""
@@ -121,8 +114,6 @@ def assert_ends_well(*argv: str, stdin: bytes = b"") -> None:
     assert "Traceback" not in said + out.getvalue()
     assert code == 0 or "pipespec: " in said or out.getvalue()
 
-
-# --- arguments --------------------------------------------------------------------------------
 
 WORDS = [
     *("--json", "--on", "--prompt", "--prompt-file", "--chat", "--name", "--profile", "--measured"),
@@ -172,8 +163,6 @@ def test_any_plan(options: list[tuple[str, str]], profile: bytes) -> None:
         argv += ["--tokens", "3", "--profile", "profile"]
         assert_ends_well(*argv, *(f"{name}={value}" for name, value in options))
 
-
-# --- files ------------------------------------------------------------------------------------
 
 HOST = {
     "name": "a",

@@ -1,7 +1,3 @@
-"""What the launcher does with a host that is gone."""
-
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli import host_admission, up
@@ -38,9 +34,7 @@ class Changes:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
-    monkeypatch: pytest.MonkeyPatch, joined: bool
-) -> None:
+def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(monkeypatch, joined):
     monkeypatch.setattr(host_admission, "RETRY_S", 0.0)
     changes, lines = Changes(), list[str]()
     host_admission.look_after_host(
@@ -55,7 +49,7 @@ def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
     assert lines[-1] == "the others cannot go on without it yet: c: timed out"
 
 
-def test_without_a_default_route_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_default_route_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(host_admission, "ANYWHERE", ())
     monkeypatch.setattr(up, "measured_problem", lambda *_: pytest.fail("hosts were measured"))
     with (

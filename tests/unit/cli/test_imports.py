@@ -1,7 +1,5 @@
 """Commands that compute nothing themselves import neither torch nor Transformers."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from pathlib import Path

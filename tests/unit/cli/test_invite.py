@@ -1,7 +1,5 @@
 """The options of `pipespec up --invite`, and what they are passed on as."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

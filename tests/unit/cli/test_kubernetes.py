@@ -1,7 +1,5 @@
 """The manifests of Kubernetes: they must say what Kubernetes requires, and fit one another."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

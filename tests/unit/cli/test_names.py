@@ -1,9 +1,5 @@
 """Names that are too long, or that a terminal should not show, wherever they enter."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipespec.cli.main import main
@@ -36,22 +32,20 @@ START = ("generate", "--prompt", "x")
     ],
     ids=lambda command: " ".join(command)[:40],
 )
-def test_wrong_name_is_one_bounded_line(
-    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], name: str
-) -> None:
+def test_wrong_name_is_one_bounded_line(capsys, command, name):
     assert main([word.replace("{}", name) for word in command]) in (1, 2)
     line = capsys.readouterr().err.removesuffix("\n")
     assert line.isprintable() and len(line) <= LONGEST_MESSAGE + 20
     assert "internal error" not in line
 
 
-def test_message_is_shown_whole_up_to_a_length() -> None:
+def test_message_is_shown_whole_up_to_a_length():
     assert one_line("é: “x” is wrong") == "é: “x” is wrong"
     assert one_line("a\nb\x1b") == "a\\nb\\x1b"
     assert one_line("a" + LONG + "b").startswith("aaa") and one_line(LONG + "b").endswith("ab")
 
 
-def test_names_of_a_server_and_of_hosts_have_a_length() -> None:
+def test_names_of_a_server_and_of_hosts_have_a_length():
     ServerOptions(("m" * 512,), api_keys=("k" * 1024,))
     for names, keys in ((("m" * 513,), ()), (("m",), ("k" * 1025,)), (("m",), ("a\x00b",))):
         with pytest.raises(ConfigError):
@@ -61,10 +55,10 @@ def test_names_of_a_server_and_of_hosts_have_a_length() -> None:
         entries.host_name("name", "h" * 65)
 
 
-def test_keys_of_a_file_may_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_file_may_have_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPESPEC_API_KEY", "last")
     file = tmp_path / "keys"
     file.write_text("alice: sk-1\n\nsk-2\nsk:3=\n")
     assert read_keys([f"@{file}", "first"]) == [
-        *(("", "first"), ("alice", "sk-1"), ("", "sk-2"), ("", "sk:3="), ("", "last")),
+        *(("", "first"), ("alice", "sk-1"), ("", "sk-2"), ("", "sk:3="), ("", "last"))
     ]

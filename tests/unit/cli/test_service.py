@@ -1,7 +1,5 @@
 """The unit of systemd: it must say what `pipespec serve` and systemd understand."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What `pipespec status` makes of what a cluster says."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli.status import process_table, processes, versions, work
@@ -54,5 +52,4 @@ def test_line_of_figures_calls_rows_as_the_glossary_does() -> None:
     counts |= {"draft_hits": 2, "draft_hits_expected": 1, "rounds": 4, "kv_slots": 9}
     rest = ("kv_slots_held", "kv_slots_retained", "cache_hits", "cache_queries", "preemptions")
     line = work(counts | dict.fromkeys(rest, 0), {})
-    assert line is not None
     assert "1.50 tokens per step; rows per step: 0.75 decided, 0.50 of prompts" in line

@@ -1,7 +1,5 @@
 """Where `pipespec up` keeps requests when nobody has said it, and when that folder goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,9 +31,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["controller=url", "controller.url=redis://host"], False),
     ],
 )
-def test_it_is_beside_the_entry_unless_the_user_has_said_something(
-    settings: list[str], kept: bool, data: Path
-) -> None:
+def test_it_is_beside_the_entry_unless_the_user_has_said_something(settings, kept, data):
     config = compose(settings)
     with storing_requests("lab", config, settings) as (found, _):
         assert found.controller.data == (str(data) if kept else config.controller.data)
@@ -46,9 +42,7 @@ def test_it_is_beside_the_entry_unless_the_user_has_said_something(
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Terminated(15), RankFailed("it failed")])
-def test_an_orderly_end_removes_it_and_a_failure_what_was_not_there_before(
-    error: BaseException, ready: bool, before: bool, data: Path
-) -> None:
+def test_an_orderly_end_removes_it_and_a_failure_what_was_not_there(error, ready, before, data):
     if before:
         data.mkdir(parents=True)
 
@@ -65,7 +59,7 @@ def test_an_orderly_end_removes_it_and_a_failure_what_was_not_there_before(
     assert data.exists() == (isinstance(error, RankFailed) and (before or ready))
 
 
-def test_an_end_before_there_was_any_is_an_end(data: Path) -> None:
+def test_an_end_before_there_was_any_is_an_end(data):
     with pytest.raises(Terminated), storing_requests("lab", compose([]), []):
         raise Terminated(15)
     assert not data.exists()
@@ -82,9 +76,7 @@ def test_an_end_before_there_was_any_is_an_end(data: Path) -> None:
         (["model.quantization=int8"], "quantised to int8"),
     ],
 )
-def test_what_other_requests_were_asked_of_does_not_start(
-    settings: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_other_requests_were_asked_of_does_not_start(settings, said, data, capsys):
     data.mkdir(parents=True)
     write_model(data, redis_setup.kept_model(decide(compose(["model.dtype=float32"]))))
     before = sorted(data.iterdir())

@@ -1,10 +1,5 @@
-"""What a request to a running cluster may set, and what it takes from the cluster."""
-
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +20,7 @@ def running(*overrides: str) -> RunningCluster:
     return replace(dialects.entry_of(served), overrides=overrides)
 
 
-def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> None:
+def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top():
     lab = running("decode.max_new_tokens=7", "sampling.temperature=0.5", "policy=root")
     config = RequestSettings.on(lab, [])
     assert config.decode.max_new_tokens == 7
@@ -52,7 +47,7 @@ def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> No
         "policy=root",
     ],
 )
-def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
+def test_what_was_settled_at_the_start_is_refused_by_name(setting):
     with pytest.raises(ConfigError, match="was settled when the cluster 'lab' started") as raised:
         RequestSettings.on(running(), [setting])
     assert setting.partition("=")[0] in str(raised.value)
@@ -66,12 +61,12 @@ def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
         ("upon", r"^'upon' is not a setting, .* needs quotes\.$"),
     ],
 )
-def test_what_is_no_setting_at_all_is_refused_as_in_other_commands(text: str, said: str) -> None:
+def test_what_is_no_setting_at_all_is_refused_as_in_other_commands(text, said):
     with pytest.raises(ConfigError, match=said):
         RequestSettings.on(running(), ["decode.max_new_tokens=2", text])
 
 
-def test_settings_come_by_the_line_or_as_a_list() -> None:
+def test_settings_come_by_the_line_or_as_a_list():
     assert parse_settings(" policy=level\n\ndecode.stop=['a b']\n") == [
         "policy=level",
         "decode.stop=['a b']",
@@ -83,14 +78,14 @@ def test_settings_come_by_the_line_or_as_a_list() -> None:
             parse_settings(text)
 
 
-def test_unnamed_cluster_is_named_after_its_hosts_file(tmp_path) -> None:
+def test_unnamed_cluster_is_named_after_its_hosts_file(tmp_path):
     hosts_file = tmp_path / "attic.yaml"
     hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
     assert default_name(["policy=level", f"cluster={hosts_file}"]) == "attic"
     assert default_name(["cluster.stages=2", "cluster=local"]) == "default"
 
 
-def test_an_answer_is_held_to_the_form_that_is_set(tmp_path: Path) -> None:
+def test_an_answer_is_held_to_the_form_that_is_set(tmp_path):
     file = tmp_path / "schema.json"
     file.write_text('{"enum": ["a", "b"]}')
     held = RequestSettings.on(running(f"decode.json_schema={file}"), [])
@@ -116,9 +111,7 @@ def test_an_answer_is_held_to_the_form_that_is_set(tmp_path: Path) -> None:
         (None, ["decode.regex=a", "decode.ignore_eos=true"], "ends where the form does"),
     ],
 )
-def test_a_form_that_cannot_be_held_is_refused(
-    tmp_path: Path, schema: str | None, settings: list[str], why: str
-) -> None:
+def test_a_form_that_cannot_be_held_is_refused(tmp_path, schema, settings, why):
     file = tmp_path / "schema.json"
     if schema is not None:
         file.write_text(schema)

@@ -1,7 +1,5 @@
 """Asynchronous code that blocking callers run in another thread's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading
@@ -53,9 +51,7 @@ def thread() -> Iterator[LoopThread[Resource]]:
     thread.close()
 
 
-def test_a_coroutine_runs_in_the_other_thread_and_returns_or_raises_here(
-    thread: LoopThread[Resource],
-) -> None:
+def test_a_coroutine_runs_in_the_other_thread_and_returns_or_raises_here(thread):
     resource = thread.resource
     assert resource.thread != threading.get_ident()
     assert thread.run(resource.double(4)) == 8
@@ -69,9 +65,7 @@ def test_a_coroutine_runs_in_the_other_thread_and_returns_or_raises_here(
 
 
 @pytest.mark.parametrize("collected_there", [False, True])
-def test_an_iteration_that_is_left_closes_its_generator(
-    thread: LoopThread[Resource], collected_there: bool
-) -> None:
+def test_an_iteration_that_is_left_closes_its_generator(thread, collected_there):
     resource = thread.resource
     assert list(thread.iterate(resource.numbers())) == list(range(10))
     resource.left.clear()
@@ -86,7 +80,7 @@ def test_an_iteration_that_is_left_closes_its_generator(
 
 
 @pytest.mark.parametrize("collected_there", [False, True])
-def test_closing_leaves_the_resource_once_and_ends_the_thread(collected_there: bool) -> None:
+def test_closing_leaves_the_resource_once_and_ends_the_thread(collected_there):
     before = set(threading.enumerate())
     thread = LoopThread(opened())
     running = threading.Event()
@@ -117,7 +111,7 @@ def test_closing_leaves_the_resource_once_and_ends_the_thread(collected_there: b
         thread.run(thread.resource.double(4))
 
 
-def test_what_opening_raises_is_raised_here_and_leaves_no_thread() -> None:
+def test_what_opening_raises_is_raised_here_and_leaves_no_thread():
     @asynccontextmanager
     async def broken() -> AsyncIterator[None]:
         raise ValueError("closed today")
@@ -129,7 +123,7 @@ def test_what_opening_raises_is_raised_here_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_what_ends_the_resource_early_does_not_replace_the_callers_own_exception() -> None:
+def test_what_ends_the_resource_early_does_not_replace_the_callers_own_exception():
     @asynccontextmanager
     async def ending() -> AsyncIterator[None]:
         yield
@@ -146,9 +140,7 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def test_an_interrupted_wait_cancels_its_coroutine_and_the_next_works(
-    thread: LoopThread[Resource],
-) -> None:
+def test_an_interrupted_wait_cancels_its_coroutine_and_the_next_works(thread):
     ended = threading.Event()
 
     async def forever() -> None:
@@ -164,7 +156,7 @@ def test_an_interrupted_wait_cancels_its_coroutine_and_the_next_works(
     assert thread.run(thread.resource.double(4)) == 8
 
 
-def test_an_interrupted_opening_is_undone() -> None:
+def test_an_interrupted_opening_is_undone():
     ended: list[str] = []
 
     @asynccontextmanager

@@ -1,7 +1,3 @@
-"""Every shipped setting composes; every mistake is one clear sentence."""
-
-from __future__ import annotations
-
 import types
 import typing
 from dataclasses import fields
@@ -9,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.config.choices import (
-    default,
-    default_choices,
-    groups,
-    options,
-    read_choice,
-    settings,
-)
+from pipespec.config.choices import default, default_choices, groups, options, read_choice, settings
 from pipespec.config.compose import compose
 from pipespec.config.schema import ClusterConfig, DecodeConfig, RunConfig, SchedulingConfig, masked
 from pipespec.controller.controller_settings import ControllerConfig
@@ -24,10 +13,7 @@ from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import EmulatedMachine
-from pipespec.extras.emulation.synthetic_proposer import (
-    SyntheticCascadeConfig,
-    SyntheticConfig,
-)
+from pipespec.extras.emulation.synthetic_proposer import SyntheticCascadeConfig, SyntheticConfig
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -68,9 +54,7 @@ EXPECTED: dict[str, type] = {
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
-def test_every_shipped_file_composes_and_all_its_settings_can_be_set(
-    group: str, option: str
-) -> None:
+def test_every_shipped_file_composes_and_all_its_settings_can_be_set(group, option):
     """To the values that they have already, which changes nothing."""
     needed = [f"{group}={option}", *NEEDED.get((group, option), [])]
     choice = read_choice(group, option)
@@ -87,7 +71,7 @@ def test_every_shipped_file_composes_and_all_its_settings_can_be_set(
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
-def test_a_shipped_file_holds_only_what_differs_from_the_defaults(group: str, option: str) -> None:
+def test_a_shipped_file_holds_only_what_differs_from_the_defaults(group, option):
     choice = read_choice(group, option)
     of_class = {entry.name: default(entry) for entry in fields(choice.cls)}
     assert choice.values.keys() <= of_class.keys()
@@ -100,13 +84,13 @@ def test_a_shipped_file_holds_only_what_differs_from_the_defaults(group: str, op
 
 
 @pytest.mark.parametrize("cls", [RunConfig, *CLASSES])
-def test_every_setting_has_one_sentence_of_help(cls: type) -> None:
+def test_every_setting_has_one_sentence_of_help(cls):
     for entry in fields(cls):
         sentence = about(entry).help
         assert sentence.endswith((".", ".)")) and ". " not in sentence and len(sentence) > 20
 
 
-def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
+def test_the_default_choices_are_the_defaults_of_their_classes():
     made = compose()
     assert made.controller == ControllerConfig(url=None)
     assert (made.policy, made.proposer) == (BestFirst(), DraftModelConfig())
@@ -129,7 +113,7 @@ def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
         (["model=demo"], 0, 1, str(resource_dir("demo") / "draft")),
     ],
 )
-def test_own_target_never_gets_the_draft_and_the_stages_of_the_demo(
+def test_own_target_never_gets_the_demos_draft_and_stages(
     settings, gpus, stages, draft, monkeypatch
 ):
     monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: gpus)
@@ -139,7 +123,7 @@ def test_own_target_never_gets_the_draft_and_the_stages_of_the_demo(
     assert ("proposer" in made.chosen) == (draft is None)
 
 
-def test_overrides_choose_and_set_in_any_order() -> None:
+def test_overrides_choose_and_set_in_any_order():
     made = compose(["policy.width=3", "cluster.stages=8", "policy=level", "decode.chat=true"])
     assert made.policy == Level(width=3)
     assert made.cluster.stages == 8
@@ -162,9 +146,7 @@ def test_overrides_choose_and_set_in_any_order() -> None:
         ("proposer.corpus=FOLDER", None),
     ],
 )
-def test_texts_need_no_quotes(
-    override: str, value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_need_no_quotes(override, value, tmp_path, monkeypatch):
     """A value of None is what stands behind the name."""
     monkeypatch.setenv("MODELS", "/models")
     folder = tmp_path / "a folder, of texts"
@@ -175,7 +157,7 @@ def test_texts_need_no_quotes(
     assert getattr(getattr(made, group), setting) == (value or given)
 
 
-def test_lists_and_null() -> None:
+def test_lists_and_null():
     chosen = ["proposer=synthetic", f"proposer.truth={__file__}", "proposer.curve=[1:0.7,4:0.9]"]
     assert compose(chosen).proposer == SyntheticConfig(__file__, curve=["1:0.7", "4:0.9"])
     assert compose(["trace=null", "controller.url=null"]).trace is None
@@ -188,7 +170,7 @@ def test_lists_and_null() -> None:
     assert made.cluster.devices == ["cpu", "cuda:0", "cuda:1"]
 
 
-def test_interpolation_is_of_the_type_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_is_of_the_type_of_its_setting(monkeypatch):
     monkeypatch.setenv("WIDTH", "8")
     assert compose(["policy.width=${oc.env:WIDTH}"]).policy == BestFirst(width=8)
     monkeypatch.setenv("WIDTH", "wide")
@@ -213,7 +195,7 @@ def test_interpolation_is_of_the_type_of_its_setting(monkeypatch: pytest.MonkeyP
         ("decode.stop=(", "in quotes"),
     ],
 )
-def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hint: str) -> None:
+def test_an_unknown_name_or_form_is_answered_with_the_nearest(override, hint):
     assert hint in sentence([override])
 
 
@@ -224,6 +206,7 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ("policy.width=abc", ["policy.width is 'abc'", "a whole number"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
         ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
+        ("model.graph_rows=[64,0]", ["model.graph_rows is 0", "from 1 to", "or nothing: []"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
@@ -273,7 +256,7 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ("trace=/no/such/folder/t.json", ["/no/such/folder/t.json", "folder"]),
     ],
 )
-def test_a_wrong_value_is_named_with_its_limit(override: str | list[str], parts: list[str]) -> None:
+def test_a_wrong_value_is_named_with_its_limit(override, parts):
     message = sentence([override] if isinstance(override, str) else override)
     assert all(part in message for part in parts), message
 
@@ -288,18 +271,18 @@ def test_a_wrong_value_is_named_with_its_limit(override: str | list[str], parts:
         "unix:///redis.sock?password=secret",
     ],
 )
-def test_a_password_is_never_repeated(override: str) -> None:
+def test_a_password_is_never_repeated(override):
     assert "secret" not in sentence([override])
 
 
-def test_what_may_hold_a_password_is_not_shown() -> None:
+def test_what_may_hold_a_password_is_not_shown():
     for url in ("redis://ann:se@ret@host:1/0", "unix:///redis.sock?password=se@ret"):
         assert "ret" not in repr(ControllerConfig(url))
         assert "se@ret" not in masked(f"controller.url={url}")
     assert masked("model.target=/models/a@b") == "model.target=/models/a@b"
 
 
-def test_the_help_lists_every_group_and_value_with_its_default() -> None:
+def test_the_help_lists_every_group_and_value_with_its_default():
     listed = {setting.name: setting for setting in settings()}
     assert set(listed) >= {*groups(), "trace"}
     assert (listed["policy"].default, listed["policy"].note) == (
@@ -314,7 +297,7 @@ def test_the_help_lists_every_group_and_value_with_its_default() -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("value", [-1, 99999999999, 1e300])
-def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
+def test_no_number_beyond_all_measure_is_taken(cls, value):
     """Where one is harmless, it is listed here."""
     if cls is Root:  # it has no settings
         return
@@ -336,7 +319,7 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
                 cls(**{**needed, name: value})
 
 
-def test_the_largest_values_are_accepted() -> None:
+def test_the_largest_values_are_accepted():
     made = compose(["policy.width=4096", "decode.prefill_chunk=65536", "cluster.stages=1000"])
     assert made.policy.max_nodes == 128 * 4096
     assert compose(["policy=level", "policy.width=4096"]).policy.max_rows == 4096

@@ -1,7 +1,5 @@
 """A policy that somebody adds is found by the commands and by what enumerates policies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What commands print stands there as it is: nothing in it is markup."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cli.generate import print_statistics
@@ -21,7 +19,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
 
 
-def test_a_sentence_and_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sentence_and_a_table_are_shown_as_they_are(capsys):
     show(NASTY)
     show(NASTY, stderr=True)
     assert capsys.readouterr() == (NASTY + "\n", NASTY + "\n")
@@ -31,7 +29,7 @@ def test_a_sentence_and_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count(NASTY) == 3
 
 
-def test_install_command_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_install_command_is_shown_in_full(capsys):
     lacking = {"usable": False, "why_not": QUANTIZE}
     show(
         table(
@@ -52,9 +50,7 @@ def test_install_command_is_shown_in_full(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("emulated", [False, True])
-def test_overruns_are_shown_only_where_times_are_emulated(
-    emulated: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overruns_are_shown_only_where_times_are_emulated(emulated, capsys):
     label = {**PLAIN, "emulated": emulated}
     stats = {**STATS, "hit_rate": 0.0, "overruns": 0}
     print_statistics(Result("a", [1], None, 1, 1, "length", {**stats, **label}), full=True)
@@ -64,22 +60,20 @@ def test_overruns_are_shown_only_where_times_are_emulated(
     assert ("overruns" in out, "overruns" in err) == (emulated, emulated)
 
 
-def test_cached_tokens_are_shown_also_where_there_were_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cached_tokens_are_shown_also_where_there_were_none(capsys):
     stats = PLAIN | {"cached_tokens": 0}
     print_statistics(Result("a", [1], None, 1, 1, "length", stats), full=True)
     assert "tokens of the prompt found in KV" in capsys.readouterr().err
 
 
-def test_statistics_that_ended_in_any_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_that_ended_in_any_way(capsys):
     print_statistics(Result("a", [1], None, 1, 1, "[/red]", {**PLAIN, "a": NASTY}), full=True)
     err = capsys.readouterr().err
     assert NASTY in err
     assert "ended by [/red]" in err
 
 
-def test_an_answer_is_summarised_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_is_summarised_in_one_line(capsys):
     first = PLAIN | {"tokens_per_step": None, "tbt_ms": {"mean": None}, "hit_rate": 0.0}
     more = PLAIN | {"tokens_per_step": 1.917, "tbt_ms": {"mean": 16.88}, "hit_rate": 0.75}
     for count, stats in ((1, first), (24, more)):

@@ -1,18 +1,7 @@
-"""The graph of a step: what waits for a task of another rank."""
-
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.controller.task_graph import (
-    Task,
-    TaskKind,
-    compute,
-    prune,
-    step_graph,
-    transfer,
-)
+from pipespec.controller.task_graph import Task, TaskKind, compute, prune, step_graph, transfer
 
 
 @given(st.integers(1, 24), st.integers(0, 50))

@@ -1,7 +1,5 @@
 """Verdicts on their way through Redis."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

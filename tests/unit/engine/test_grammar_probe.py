@@ -1,7 +1,5 @@
 """Grammars whose compilation takes longer than llguidance's own limits allow."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -46,16 +44,14 @@ def probe() -> GrammarProbe:
     "name",
     [pytest.param(name, marks=pytest.mark.long) if "Lark" in name else name for name in ENDLESS],
 )
-def test_grammar_that_compiles_for_long_is_refused_and_others_are_checked_after_it(
-    probe: GrammarProbe, name: str
-) -> None:
+def test_grammar_that_compiles_for_long_is_refused_and_others_are_checked_after_it(probe, name):
     with pytest.raises(GrammarFailed, match="too complex to follow"):
         probe.check(ENDLESS[name])
     for grammar in FITTING:
         probe.check(grammar)
 
 
-def test_reasons_are_those_of_the_grammars(probe: GrammarProbe) -> None:
+def test_reasons_are_those_of_the_grammars(probe):
     for grammar, why in (
         (grammar_from_regex("[^\\s\\S]"), "no text fits it"),
         ("start: /(/", "unclosed"),

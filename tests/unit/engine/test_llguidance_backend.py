@@ -1,7 +1,3 @@
-"""Grammars by llguidance, for the demo model's tokens."""
-
-from __future__ import annotations
-
 import json
 import re
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Which kernels are compiled ahead of time, how they are launched, and what counts as a fault."""
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import combinations, product
 from pathlib import Path
@@ -40,14 +38,13 @@ def plant(before: str, after: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     path = folder / "planted_kernels.py"
     path.write_text(source.replace(before, after))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
     for user in (triton_backend, matrix):
         monkeypatch.setattr(user, "kernels", changed)
 
 
-def test_batches_of_any_size_run_what_the_first_one_compiled() -> None:
+def test_batches_of_any_size_run_what_the_first_one_compiled():
     first = compiled_for(CASE, [32])
     assert sorted(each.kernel for each in first) == ["attend", "merge", "store"]
     assert compiled_for(CASE, BATCHES) != []
@@ -62,15 +59,13 @@ def test_batches_of_any_size_run_what_the_first_one_compiled() -> None:
         ('do_not_specialize=["rows"], ', ""),
     ],
 )
-def test_a_kernel_that_is_compiled_anew_for_a_batch_is_found(
-    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_is_compiled_anew_for_a_batch_is_found(before, after, tmp_path, monkeypatch):
     plant(before, after, tmp_path, monkeypatch)
     assert len(compiled_for(CASE, BATCHES)) > 3
 
 
 @pytest.mark.slow
-def test_every_two_values_of_the_matrix_occur_in_ci() -> None:
+def test_every_two_values_of_the_matrix_occur_in_ci():
     cases = covering_cases()
     seen = {pair for case in cases for pair in combinations(enumerate(case), 2)}
     for (a, first), (b, second) in combinations(enumerate(AXES), 2):
@@ -81,13 +76,13 @@ def test_every_two_values_of_the_matrix_occur_in_ci() -> None:
             assert all((capability, dtype, (d, d)) in largest for d in (64, 128, 256))
 
 
-def test_gpus_that_the_table_does_not_know_get_the_launch_of_those_with_least_memory() -> None:
+def test_gpus_that_the_table_does_not_know_get_the_launch_of_those_with_least_memory():
     smallest = min(SHARED_KIB, key=SHARED_KIB.__getitem__)
     for of_layer in ((2, 64, 16), (2, 256, 4), (4, 128, 1)):
         assert attend_launch((12, 1), *of_layer) == attend_launch(smallest, *of_layer)
 
 
-def test_every_launch_has_tiles() -> None:
+def test_every_launch_has_tiles():
     """A plan has the tilings of these sizes alone."""
     for capability in SHARED_KIB:
         launches = {
@@ -97,7 +92,7 @@ def test_every_launch_has_tiles() -> None:
         assert launches == {*tile_rows(capability)}
 
 
-def test_an_older_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_gpu_is_refused_by_name(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     expected = "its kernels need a GPU of sm_80 or newer, and this one is of sm_75"
@@ -105,7 +100,7 @@ def test_an_older_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(capability_error(each) is None for each in SHARED_KIB)
 
 
-def test_what_is_over_a_limit_is_a_fault() -> None:
+def test_what_is_over_a_limit_is_a_fault():
     small, large = variant(capability=(8, 6)), variant(capability=(9, 0))
     needs = Compiled(registers=255, shared_bytes=100 << 10)
     (fault,) = needs.faults(small)
@@ -120,9 +115,7 @@ def test_what_is_over_a_limit_is_a_fault() -> None:
 
 
 @pytest.mark.long
-def test_launches_of_other_gpus_are_found_where_they_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_of_other_gpus_are_found_where_they_do_not_fit(monkeypatch):
     def attend(capability: tuple[int, int]) -> list[str]:
         case = CASE._replace(capability=capability, dims=(256, 256), group=16)
         (found,) = (each for each in compiled_for(case, [1]) if each.kernel == "attend")

@@ -1,7 +1,5 @@
 """What a client with many answers takes from another one, with the scheduler on a clock."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache

@@ -3,8 +3,6 @@
 The stages are a story: they decide what a text says, n steps after a row was fed.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import replace
 

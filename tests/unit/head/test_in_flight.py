@@ -1,7 +1,5 @@
 """How many batches are in flight, and how many keep a pipeline busy; moments in milliseconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.head.in_flight import MOST_IN_FLIGHT, InFlight

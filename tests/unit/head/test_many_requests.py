@@ -1,7 +1,5 @@
 """Many requests in one scheduler, which come and go at any step."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

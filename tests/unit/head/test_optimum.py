@@ -1,7 +1,5 @@
 """The default policy and the exact optimum of small pipelines."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.pipeline.optimum import CURVES, DRAFTS, Instance, Optimum

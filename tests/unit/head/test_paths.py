@@ -1,7 +1,5 @@
 """Several levels from one round, against a tree that is a dictionary of texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests with a common prefix share KV slots: texts do not change, and no slot leaks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import takewhile

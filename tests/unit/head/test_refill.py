@@ -1,7 +1,5 @@
 """Draft rounds that delay a batch: where they are worth it, and what they bring."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One budget over the trees of many requests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

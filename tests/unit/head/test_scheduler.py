@@ -1,7 +1,5 @@
 """The scheduler, driven by hand: what enters the pipeline for which verdicts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 

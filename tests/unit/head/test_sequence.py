@@ -3,8 +3,6 @@
 Token ids are the code points of letters here, so that a text stands for its tokens.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What steps take by their rows, and which way of decoding is the fastest, as learnt from steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

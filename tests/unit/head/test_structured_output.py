@@ -1,7 +1,5 @@
 """Grammars applied to a tree of draft tokens."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import wait
 from contextlib import closing

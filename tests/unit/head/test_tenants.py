@@ -1,7 +1,5 @@
 """What the requests of several tenants get of one pipeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Snapshots of the head's steps for clients that watch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Who does what on the hosts of a hosts file before anything has been measured."""
-
 from dataclasses import replace
 
 import pytest

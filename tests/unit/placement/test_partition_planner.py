@@ -163,9 +163,6 @@ def mixed(**wishes):
     return replace(Problem(workers, needs), **wishes)
 
 
-# --- too much is asked ------------------------------------------------------------------------
-
-
 def test_too_little_memory_says_how_much_and_where():
     workers = tuple(Worker(f"{host}/0", memory_bytes=10 * GIB) for host in "abc")
     with pytest.raises(ConfigError, match=r"12\.0 GiB of memory are missing: b/0 has 10\.0 GiB"):
@@ -191,9 +188,6 @@ def test_too_little_memory_says_how_much_and_where():
 def test_what_cannot_be_laid_out_is_refused_in_one_sentence(asked, said):
     with pytest.raises(ConfigError, match=said):
         plan_slices(mixed(**asked))
-
-
-# --- workers die ------------------------------------------------------------------------------
 
 
 def test_spare_replaces_a_dead_stage_and_no_other_rank_moves():
@@ -241,9 +235,6 @@ def test_a_cluster_of_one_is_refused():
         remaining(before, ["cpu/0", "old/0", "old/1"])
 
 
-# --- size -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kinds", [(), (0, 0, 0, 1) * 20])
 def test_eight_hosts_of_two_devices_are_laid_out(kinds):
     workers = tuple(
@@ -271,9 +262,6 @@ def test_of_more_hosts_than_can_be_tried_the_order_is_kept():
     workers = tuple(Worker(f"host{host}/0", draft_round_ms=float(host > 0)) for host in range(22))
     found = plan_slices(Problem(workers, Needs((1,) * 40)))
     assert found.workers_by_rank == tuple(f"host{host}/0" for host in range(22))
-
-
-# --- without figures -------------------------------------------------------------------------
 
 
 @given(st.integers(1, 200), st.data())

@@ -1,7 +1,3 @@
-"""From logits to the distribution from which a token is drawn."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -198,9 +194,7 @@ def test_logprobs_are_those_of_unadjusted_logits():
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e308])
 @pytest.mark.parametrize("repetition_penalty", [MIN_REPETITION, 1.0, MAX_REPETITION])
 @pytest.mark.parametrize("cut", [{"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1}, {}])
-def test_allowed_settings_leave_a_token_to_draw(
-    temperature: float, repetition_penalty: float, cut: dict[str, float]
-) -> None:
+def test_allowed_settings_leave_a_token_to_draw(temperature, repetition_penalty, cut):
     """A rank that could not draw would end the epoch, and meet the request again in the next."""
     params = SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1, **cut)
     check_sampling(params)

@@ -1,7 +1,5 @@
 """The draw is keyed: a function of distribution, seed and position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import islice
@@ -81,9 +79,7 @@ SETTINGS = st.builds(
 
 
 @given(st.lists(SETTINGS, min_size=1, max_size=5), st.data())
-def test_rows_drawn_together_get_the_tokens_they_get_alone(
-    params: list[SamplingParams], data: st.DataObject
-) -> None:
+def test_rows_drawn_together_get_the_tokens_they_get_alone(params, data):
     """Whatever the parameters of the others; with many equal logits, and more tokens than are
     sorted first."""
     size = data.draw(st.sampled_from([7, VOCAB, 3 * SORTED_FIRST]))
@@ -99,7 +95,7 @@ def test_rows_drawn_together_get_the_tokens_they_get_alone(
         assert torch.equal(distribution(row, one).isfinite(), allowed(row, one))
 
 
-def test_cut_offs_of_a_flat_row_beyond_the_sorted_tokens_are_exact() -> None:
+def test_cut_offs_of_a_flat_row_beyond_the_sorted_tokens_are_exact():
     """Also beside a row for which the most probable tokens suffice."""
     size = 4 * SORTED_FIRST
     flat, steep = torch.zeros(size).double(), torch.linspace(0, -9000, size).double()
@@ -126,7 +122,7 @@ def test_rounding_of_logits_does_not_change_a_draw():
 
 
 @pytest.mark.gpu
-def test_gpu_draws_what_a_cpu_draws() -> None:
+def test_gpu_draws_what_a_cpu_draws():
     """The uniforms bit for bit; the last bit of a logarithm may differ, which changes no token."""
     ids = torch.randint(0, 2**20, (3, 5000), generator=torch.Generator().manual_seed(1))
     seeds, positions = [0, 7, 2**63 - 1], [0, 131071, 9]

@@ -1,7 +1,5 @@
 """Structured output at the last stage."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

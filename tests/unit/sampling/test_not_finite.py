@@ -1,7 +1,3 @@
-"""Logits that are not finite fail their own request and no other."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

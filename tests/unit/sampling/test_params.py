@@ -1,18 +1,10 @@
-"""The settings of `conf/sampling/` and their limits."""
-
-from __future__ import annotations
-
 import math
 
 import pytest
 
 from pipespec.core import RELAXED, SamplingParams
 from pipespec.errors import ConfigError
-from pipespec.sampling.params import (
-    SamplingConfig,
-    check_sampling,
-    check_vocabulary,
-)
+from pipespec.sampling.params import SamplingConfig, check_sampling, check_vocabulary
 
 
 def test_unset_seed_is_fresh():

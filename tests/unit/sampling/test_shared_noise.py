@@ -1,7 +1,5 @@
 """Foresight: scores with the target's noise, and the confidence in them."""
 
-from __future__ import annotations
-
 import math
 from operator import eq
 

@@ -1,7 +1,5 @@
 """The tokens that the last stage accepts, given the logits of a batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
@@ -137,8 +135,6 @@ def test_rejected_draft_token_ends_the_path_and_does_not_count_for_penalties():
     assert mine.length == len(PROMPT) + 2
 
 
-# --- the lossy rules --------------------------------------------------------------------------
-
 # Of probability .47, .43, .06, .03, .00, .00.
 LOGITS = torch.tensor([5.0, 4.9, 3.0, 2.2, -9.0, -9.0])
 
@@ -193,9 +189,7 @@ def test_relaxed_takes_the_draft_token_most_probable_to_the_target(draft_tokens,
         ({0: -0.2}, (3, 99), 0),  # but not from outside
     ],
 )
-def test_strict_takes_the_draft_token_in_the_top_p_most_probable_to_the_draft(
-    draft_tokens, eos, expected
-):
+def test_strict_takes_the_draft_token_in_the_top_p_of_the_draft(draft_tokens, eos, expected):
     spec = SamplingConfig(acceptance="strict", top_p=0.85)
     assert after_tip(spec, draft_tokens, eos=eos) == expected
     if draft_tokens.keys() & {0, 1}:

@@ -1,7 +1,3 @@
-"""How much may wait in one server."""
-
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

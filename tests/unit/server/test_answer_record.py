@@ -1,7 +1,5 @@
 """The record of token ids that `pipespec serve` keeps where a user asks for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,9 +24,7 @@ def kept(folder: Path) -> list[int]:
     return [json.loads(line)["answer"][0] for line in lines]
 
 
-def test_the_oldest_answers_go_beyond_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_answers_go_beyond_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(answer_record, "FILE_BYTES", 500)
     monkeypatch.setattr(answer_record, "MOST_BYTES", 2500)
     folder = tmp_path / "kept"
@@ -40,12 +36,12 @@ def test_the_oldest_answers_go_beyond_a_bound(
     assert kept(folder)[-2:] == [39, 40]
 
 
-def test_answers_without_tokens_are_left_out(tmp_path: Path) -> None:
+def test_answers_without_tokens_are_left_out(tmp_path):
     keep(tmp_path / "kept", [], [7])
     assert kept(tmp_path / "kept") == [7]
 
 
-def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_open_is_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="is open to others or closed to you; run chmod 700"):
         AnswerRecord(str(tmp_path / "open"))
@@ -54,9 +50,7 @@ def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
         AnswerRecord(str(tmp_path / "file"))
 
 
-def test_a_disk_that_fails_ends_the_record_with_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_fails_ends_the_record_with_one_sentence(tmp_path, capsys):
     record = AnswerRecord(str(tmp_path / "kept"), "a model")
     record.folder.rmdir()
     for _ in range(3):
@@ -65,9 +59,7 @@ def test_a_disk_that_fails_ends_the_record_with_one_sentence(
     assert "Answers are no longer kept in" in line and "No such file" in line
 
 
-def test_serve_refuses_such_a_folder_before_it_starts_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_refuses_such_a_folder_before_it_starts_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "open").mkdir(mode=0o755)
     monkeypatch.setenv("PIPESPEC_ANSWERS", str(tmp_path / "open"))
     assert main(["serve", "--on", "none", "--port", "0"]) == 2

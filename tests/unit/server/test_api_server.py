@@ -1,7 +1,3 @@
-"""The server around the routes."""
-
-from __future__ import annotations
-
 import asyncio
 import socket
 from contextlib import closing

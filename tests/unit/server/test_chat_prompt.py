@@ -1,7 +1,3 @@
-"""The fields of a chat that decide how its template is rendered."""
-
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,14 +30,14 @@ def rendered(served: ModelInfo, messages: list[dict[str, Any]], **fields: Any) -
     return render_chat(served, body)
 
 
-def test_prompt_ends_where_the_fields_say(served: ModelInfo) -> None:
+def test_prompt_ends_where_the_fields_say(served):
     assert rendered(served, [HELLO]) == "<user>Hello</s><assistant>"
     assert rendered(served, [HELLO], add_generation_prompt=False) == "<user>Hello</s>"
     continued = rendered(served, [HELLO, BEGUN], continue_final_message=True)
     assert continued == "<user>Hello</s><assistant>Once upon "
 
 
-def test_variables_reach_the_template(served: ModelInfo) -> None:
+def test_variables_reach_the_template(served):
     asked = {"mood": "glad"}
     assert rendered(served, [HELLO], chat_template_kwargs=asked).endswith("glad")
     assert rendered(served, [HELLO], reasoning_effort="low").endswith("thinkslow")
@@ -64,9 +60,7 @@ def test_variables_reach_the_template(served: ModelInfo) -> None:
         {"messages": [HELLO, BEGUN], "continue_final_message": True},
     ],
 )
-def test_tokens_of_messages_are_those_of_the_chat(
-    served: ModelInfo, fields: dict[str, Any]
-) -> None:
+def test_tokens_of_messages_are_those_of_the_chat(served, fields):
     preparer, body = dialects.preparer(served), {"messages": [HELLO]} | fields
     told = preparer.prepare("/tokenize", json.dumps(body).encode())
     assert isinstance(told, bytes)
@@ -87,9 +81,7 @@ def test_tokens_of_messages_are_those_of_the_chat(
         ([BEGUN | {"content": ""}], {"continue_final_message": True}, "no text of the role"),
     ],
 )
-def test_options_that_contradict_are_refused(
-    served: ModelInfo, messages: list[dict[str, Any]], fields: dict[str, Any], said: str
-) -> None:
+def test_options_that_contradict_are_refused(served, messages, fields, said):
     with pytest.raises(ApiError, match=said):
         rendered(served, messages, **fields)
 
@@ -101,9 +93,7 @@ def test_options_that_contradict_are_refused(
         ("{{ raise_exception('no') }}", "TemplateError: no"),
     ],
 )
-def test_template_that_cannot_render_is_refused(
-    served: ModelInfo, template: str, said: str
-) -> None:
+def test_template_that_cannot_render_is_refused(served, template, said):
     with pytest.raises(ApiError, match=said) as refused:
         rendered(calling(served, template), [HELLO, BEGUN], continue_final_message=True)
     assert (refused.value.status, refused.value.param) == (400, "messages")
@@ -133,9 +123,7 @@ FUNCTION = "c.function.arguments"
         (f"{{% if m.content is none %}}{{{{ '' + {FUNCTION} }}}}{{% endif %}}", '{"at": "é"}'),
     ],
 )
-def test_earlier_calls_have_the_form_that_the_template_wants(
-    served: ModelInfo, part: str, shown: str
-) -> None:
+def test_earlier_calls_have_the_form_that_the_template_wants(served, part, shown):
     assert rendered(calling(served, ROUNDS.replace("PART", part)), CONVERSATION) == (
         f"Hello{shown}Seen."
     )

@@ -1,7 +1,3 @@
-"""Which connection is evicted for a new one, and which addresses count as one."""
-
-from __future__ import annotations
-
 import pytest
 
 from pipespec.server.http_protocol import ConnectionTable, network_of

@@ -1,7 +1,5 @@
 """What /metrics says of a server's answers and of a cluster, as Prometheus reads it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Prometheus' rules and Grafana's dashboard ask for metrics and labels that the server exports."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -49,8 +47,7 @@ def dashboard_queries() -> Iterator[str]:
 
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
-    rules: list[dict[str, Any]] = group["rules"]
-    return rules
+    return group["rules"]
 
 
 QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]

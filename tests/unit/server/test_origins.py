@@ -1,7 +1,3 @@
-"""Checks of Origin and Host, and of the options for them."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,7 +27,7 @@ def status(
     "path", ["/", "/health", "/v1/completions", "/v1/models", "/requests/1/cancel", "/page/x"]
 )
 @pytest.mark.parametrize("origin", ["null", "http://evil.test", "https://localhost", "", "a b"])
-def test_every_route_refuses_a_foreign_origin(path: str, method: str, origin: str) -> None:
+def test_every_route_refuses_a_foreign_origin(path, method, origin):
     assert status(path, method, headers={"Origin": origin}) == REFUSED
     assert status(path, method, headers={"Origin": origin}, api_keys=("key",)) == REFUSED
 
@@ -57,14 +53,12 @@ KEYED = {"api_keys": ("key",)}
         ("null", "localhost", {"allowed_origins": ("*",)}, True),
     ],
 )
-def test_own_and_allowed_origins_are_accepted(
-    origin: str, host: str, options: dict[str, Any], accepted: bool
-) -> None:
+def test_own_and_allowed_origins_are_accepted(origin, host, options, accepted):
     found = status(headers={"Host": host, "Origin": origin}, **options)
     assert found == (SERVED if accepted else REFUSED)
 
 
-def test_cross_site_images_scripts_and_forms_are_refused_but_links_are_not() -> None:
+def test_cross_site_images_scripts_and_forms_are_refused_but_links_are_not():
     for mode, expected in (("no-cors", REFUSED), ("cors", REFUSED), ("navigate", SERVED)):
         headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
         assert status(headers=headers) == expected
@@ -86,9 +80,7 @@ def test_cross_site_images_scripts_and_forms_are_refused_but_links_are_not() -> 
         (KEYED | {"allowed_hosts": ("gpu",)}, "gpu", "lab.test"),
     ],
 )
-def test_without_api_key_only_local_and_allowed_host_names_are_accepted(
-    options: dict[str, Any], served: str, refused: str
-) -> None:
+def test_without_api_key_only_local_and_allowed_host_names_are_accepted(options, served, refused):
     for names, expected in ((served, SERVED), (refused, REFUSED)):
         for host in names.split():
             headers = {"Host": host.replace("+", " "), "X-Api-Key": "key"}
@@ -106,13 +98,13 @@ NO_HOSTS = ("", "a:80", "http://a", "a/b", "*a", "a.*", "a b", "a..b")
     ("option", "wrong"),
     [*(("origins", each) for each in NO_ORIGINS), *(("hosts", each) for each in NO_HOSTS)],
 )
-def test_invalid_allowed_origin_or_host_is_an_error(option: str, wrong: str) -> None:
+def test_invalid_allowed_origin_or_host_is_an_error(option, wrong):
     must = {"origins": "an origin", "hosts": "a name"}[option]
     with pytest.raises(ConfigError, match=rf"--allowed-{option} is .*, but must be {must}"):
         ServerOptions(("demo",), **{f"allowed_{option}": (wrong,)})
 
 
-def test_origins_are_normalized_as_browsers_write_them() -> None:
+def test_origins_are_normalized_as_browsers_write_them():
     assert normal_origin("HTTPS://Lab.Example:443") == "https://lab.example"
     assert normal_origin("http://lab.example:443") == "http://lab.example:443"
     assert normal_origin("http://[::1]:80") == "http://[::1]"

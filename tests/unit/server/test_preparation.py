@@ -1,7 +1,5 @@
 """Threads that prepare requests, and requests that take too much time or hold too much."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import Future

@@ -1,8 +1,3 @@
-"""Reasoning, split from what models of each family write, wherever it is cut, and grammars that
-begin after it."""
-
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.client.model_info import ModelInfo
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import ToolUse
@@ -91,7 +85,7 @@ def split(family: Family, begun: bool, pieces: list[str]) -> tuple[str, str, lis
 
 
 @pytest.mark.parametrize("case", CANNED, ids=lambda case: f"{case[0]} {case[2][:30]!r}")
-def test_reasoning_is_split_wherever_the_text_is_cut(case: Any) -> None:
+def test_reasoning_is_split_wherever_the_text_is_cut(case):
     family, begun, text, *expected = case
 
     @given(st.lists(st.integers(0, len(text)), max_size=8))
@@ -104,7 +98,7 @@ def test_reasoning_is_split_wherever_the_text_is_cut(case: Any) -> None:
     assert [*split(family, begun, [*text, ""])] == expected
 
 
-def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
+def test_template_and_prompt_say_whether_there_is_reasoning():
     assert reasoning_use(R1, "<|Assistant|><think>\n") == ReasoningUse("think", begun=True)
     for text, thinks in (("", True), ("The answer is", False)):
         use = reasoning_use("{{ content.split('</think>')[-1] }}", f"<|Assistant|>{text}", text)
@@ -134,14 +128,12 @@ CONTINUED: list[tuple[str, str, ReasoningUse | None]] = [
 
 
 @pytest.mark.parametrize(("before", "text", "expected"), CONTINUED)
-def test_answer_continues_the_reasoning_in_which_the_prompt_ends(
-    before: str, text: str, expected: ReasoningUse | None
-) -> None:
+def test_answer_continues_the_reasoning_in_which_the_prompt_ends(before, text, expected):
     template = "" if "THINK" in text or "seed" in text else QWEN
     assert reasoning_use(template, f"<user>Why <think>?{before}{text}", text) == expected
 
 
-def test_answer_continues_the_channel_in_which_the_prompt_ends() -> None:
+def test_answer_continues_the_channel_in_which_the_prompt_ends():
     begins = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>The "
     use = reasoning_use("<|channel|>analysis", begins, "The ")
     assert use == ReasoningUse("gpt_oss", True, amid=True)
@@ -162,9 +154,7 @@ PREFILLS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "prefill"), PREFILLS)
 @pytest.mark.parametrize("streams", [False, True])
-def test_prefill_within_reasoning_is_continued(
-    demo: ModelInfo, path: str, prefill: dict[str, Any], streams: bool
-) -> None:
+def test_prefill_within_reasoning_is_continued(demo, path, prefill, streams):
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>\n"
         "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
@@ -207,9 +197,7 @@ ONE_TAG = "{{ messages[0].content.split('</think>')[-1] }}"
         (ONE_TAG, "Hi", "", "Hi"),
     ],
 )
-def test_stream_without_tags_is_held_for_its_beginning_alone(
-    demo: ModelInfo, template: str, text: str, thought: str, said: str
-) -> None:
+def test_stream_without_tags_is_held_for_its_beginning_alone(demo, template, text, thought, said):
     served = calling(demo, template)
     body = {"messages": HELLO, "stream": True}
     use = dialects.prepared(dialects.preparer(served), CHATS, body).parsed.reasoning
@@ -223,7 +211,7 @@ def test_stream_without_tags_is_held_for_its_beginning_alone(
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER]])
-def test_whole_reply_without_tags_is_text_and_calls(demo: ModelInfo, tools: list[Any]) -> None:
+def test_whole_reply_without_tags_is_text_and_calls(demo, tools):
     served = calling(demo, ONE_TAG + "{# tools <tool_call> tool_calls #}")
     body = {"messages": HELLO, "tools": tools}
     parsed = dialects.prepared(dialects.preparer(served), CHATS, body).parsed
@@ -247,9 +235,7 @@ def test_whole_reply_without_tags_is_text_and_calls(demo: ModelInfo, tools: list
         ("", {}, True),
     ],
 )
-def test_text_is_not_held_where_reasoning_is_switched_off(
-    demo: ModelInfo, template: str, asked: dict[str, Any], held: bool
-) -> None:
+def test_text_is_not_held_where_reasoning_is_switched_off(demo, template, asked, held):
     served = calling(demo, template + "{{ messages[0].content }}{# <think> </think> #}")
     request = dialects.prepared(dialects.preparer(served), CHATS, {"messages": HELLO} | asked)
     answer = AnswerBlocks(None, request.parsed.reasoning)
@@ -257,16 +243,13 @@ def test_text_is_not_held_where_reasoning_is_switched_off(
     assert bool(answer.push("", last=True)) == held
 
 
-def test_tag_in_structured_output_is_text(demo: ModelInfo) -> None:
+def test_tag_in_structured_output_is_text(demo):
     served = calling(demo, QWEN)
     body = {"messages": HELLO, "response_format": {"type": "json_object"}}
     request = dialects.prepared(dialects.preparer(served), CHATS, body)
     answer = AnswerBlocks(None, request.parsed.reasoning)
     answer.push('{"a": "</think>"}', last=True)
     assert answer.text_of("text") == '{"a": "</think>"}'
-
-
-# --- grammars ---------------------------------------------------------------------------------
 
 
 FORM = {
@@ -313,9 +296,7 @@ FORM = {
         ),
     ],
 )
-def test_grammar_begins_after_the_reasoning(
-    demo: ModelInfo, template: str, special: tuple[str, ...], good: list[str], unfit: list[str]
-) -> None:
+def test_grammar_begins_after_the_reasoning(demo, template, special, good, unfit):
     served = calling(demo, template, *special)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": FORM}
     request = dialects.prepared(dialects.preparer(served), CHATS, body)
@@ -323,7 +304,7 @@ def test_grammar_begins_after_the_reasoning(
         assert fits(served, request.parsed, text) == (text in good), text
 
 
-def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) -> None:
+def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo):
     served = calling(demo, R1)
     preparer = dialects.preparer(served, "decode.regex=[0-9]+")
     body: dict[str, Any] = {"messages": HELLO}
@@ -334,7 +315,7 @@ def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) 
     assert plain.sampling_params[0].grammar == grammar_from_regex("[0-9]+")
 
 
-def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInfo) -> None:
+def test_grammar_of_a_continued_message_has_no_channels_before_it(demo):
     template = (
         "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>"
         "{{ message.content }}<|end|>{% endfor %}{# analysis #}"
@@ -347,7 +328,7 @@ def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInf
     assert fits(served, parsed, '{"a":1}')
 
 
-def test_grammar_is_alone_where_reasoning_is_off(demo: ModelInfo) -> None:
+def test_grammar_is_alone_where_reasoning_is_off(demo):
     served = calling(demo, QWEN)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": FORM}
     preparer = dialects.preparer(served)
@@ -356,10 +337,7 @@ def test_grammar_is_alone_where_reasoning_is_off(demo: ModelInfo) -> None:
     assert "</think>" not in (asked.parsed.sampling_params[0].grammar or "")
 
 
-# --- replies ----------------------------------------------------------------------------------
-
-
-def test_chats_have_reasoning_content(demo: ModelInfo) -> None:
+def test_chats_have_reasoning_content(demo):
     thinking = calling(demo, QWEN + "{# <tool_call> tool_calls #}")
     body = {"messages": HELLO, "tools": [WEATHER]}
     parsed = dialects.prepared(dialects.preparer(thinking), CHATS, body).parsed

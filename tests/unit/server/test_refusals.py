@@ -1,7 +1,5 @@
 """What is refused over HTTP, before any cluster is asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -224,9 +222,7 @@ ELSEWHERE: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:40],
 )
-def test_invalid_field_is_named_in_one_sentence(
-    http: TestClient, path: str, body: dict[str, Any], status: int, param: str | None, said: str
-) -> None:
+def test_invalid_field_is_named_in_one_sentence(http, path, body, status, param, said):
     reply = http.post(path, json=body)
     assert reply.status_code == status, reply.text
     check_error(reply, param, said)
@@ -235,9 +231,7 @@ def test_invalid_field_is_named_in_one_sentence(
 @pytest.mark.parametrize(
     ("path", "methods"), [("/v1/responses/0", "DELETE, GET"), (CHAT, "POST"), ("/health", "GET")]
 )
-def test_reply_to_another_method_lists_those_of_the_path(
-    http: TestClient, path: str, methods: str
-) -> None:
+def test_reply_to_another_method_lists_those_of_the_path(http, path, methods):
     reply = http.options(path)
     assert (reply.status_code, reply.headers["Allow"]) == (405, methods)
 
@@ -258,7 +252,7 @@ def test_reply_to_another_method_lists_those_of_the_path(
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_invalid_body_is_one_sentence(http: TestClient, content: bytes, said: str) -> None:
+def test_invalid_body_is_one_sentence(http, content, said):
     reply = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
     check_error(reply, None, said, any_param=True)
@@ -267,7 +261,7 @@ def test_invalid_body_is_one_sentence(http: TestClient, content: bytes, said: st
 HALF = "a\ud800"
 
 
-def test_lone_surrogate_in_json_within_a_text_is_400(http: TestClient) -> None:
+def test_lone_surrogate_in_json_within_a_text_is_400(http):
     escaped = json.dumps({"a": HALF})
     for body in (
         called(escaped),
@@ -279,9 +273,7 @@ def test_lone_surrogate_in_json_within_a_text_is_400(http: TestClient) -> None:
 
 # `curl -d` sends a form.
 @pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded", ""])
-def test_json_is_read_whatever_its_content_type_and_surrogate_pairs_are_accepted(
-    http: TestClient, kind: str
-) -> None:
+def test_json_is_read_whatever_its_content_type_and_surrogate_pairs_are_accepted(http, kind):
     content = json.dumps({"prompt": "a \U0001f600"}).encode()
     assert b"\\ud83d\\ude00" in content  # as a pair of escapes
     headers = {"Content-Type": kind}
@@ -290,7 +282,7 @@ def test_json_is_read_whatever_its_content_type_and_surrogate_pairs_are_accepted
 
 
 @pytest.mark.parametrize("content", [b"a" * 2**21, (b"a" * 2**20 for _ in range(2))])
-def test_body_beyond_the_limit_is_413(http: TestClient, content: bytes | Iterator[bytes]) -> None:
+def test_body_beyond_the_limit_is_413(http, content):
     reply = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413
     check_error(reply, None, f"more than {2**20 + 64 * CONTEXT} bytes")
@@ -306,7 +298,7 @@ def check_error(reply: Response, param: str | None, said: str, *, any_param: boo
     assert error["message"].endswith(".")
 
 
-def test_unknown_tool_format_names_the_option(running: RunningCluster) -> None:
+def test_unknown_tool_format_names_the_option(running):
     unknown = replace(running, served=calling(running.served, TEMPLATE))
     asked = {"messages": HELLO, "tools": [WEATHER]}
     with client_of(unknown) as http:
@@ -318,7 +310,7 @@ def test_unknown_tool_format_names_the_option(running: RunningCluster) -> None:
         assert http.post(CHAT, json=asked).status_code == 503
 
 
-def test_unreachable_cluster_is_503(http: TestClient) -> None:
+def test_unreachable_cluster_is_503(http):
     asked = {"prompt": "a"}
     cancelled = http.post("/requests/1/cancel")
     for reply in (http.get("/health"), http.post(COMPLETIONS, json=asked), cancelled):
@@ -331,7 +323,7 @@ def test_unreachable_cluster_is_503(http: TestClient) -> None:
     assert "pipespec_cluster_up" in http.get("/metrics").text
 
 
-def test_every_route_but_health_needs_an_api_key(running: RunningCluster) -> None:
+def test_every_route_but_health_needs_an_api_key(running):
     with client_of(running, api_keys=("first", "second")) as http:
         paths = ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nowhere")
         for path in (*paths, "/events", "/requests/1/cancel", "/pages"):
@@ -357,7 +349,7 @@ def test_every_route_but_health_needs_an_api_key(running: RunningCluster) -> Non
             assert http.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_cors_headers_are_sent_only_to_allowed_origins(running: RunningCluster) -> None:
+def test_cors_headers_are_sent_only_to_allowed_origins(running):
     asks = {"Origin": "http://here", "Access-Control-Request-Method": "POST"}
     with client_of(running, api_keys=("key",), allowed_origins=("http://here",)) as http:
         allowed = http.options(CHAT, headers=asks)

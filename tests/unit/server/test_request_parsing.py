@@ -1,7 +1,3 @@
-"""What a request means for the cluster, and what its answers are in OpenAI's words."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -40,10 +36,7 @@ def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     return RequestParser(running).parse(asked)
 
 
-# --- what is asked ----------------------------------------------------------------------------
-
-
-def test_omitted_fields_have_openais_defaults(running: RunningCluster) -> None:
+def test_omitted_fields_have_openais_defaults(running):
     ask = completion(running)
     assert replace(ask.sampling_params[0], seed=0) == SamplingParams(temperature=1.0)
     assert (ask.n, ask.max_tokens, ask.stop) == (1, (16,), ())
@@ -55,7 +48,7 @@ def test_omitted_fields_have_openais_defaults(running: RunningCluster) -> None:
     assert chat(running, logprobs=True).sampling_params[0].logprobs == 0
 
 
-def test_settings_of_the_cluster_override_openais_defaults(running: RunningCluster) -> None:
+def test_settings_of_the_cluster_override_openais_defaults(running):
     settings = (
         "cluster.stages=2",
         "sampling.temperature=1",
@@ -80,7 +73,7 @@ def test_settings_of_the_cluster_override_openais_defaults(running: RunningClust
     assert completion(greedy).sampling_params[0].temperature == 0
 
 
-def test_every_field_reaches_the_parsed_request(running: RunningCluster) -> None:
+def test_every_field_reaches_the_parsed_request(running):
     ask = completion(
         running,
         prompt=[[5, 6], "Once"],
@@ -113,16 +106,14 @@ def test_every_field_reaches_the_parsed_request(running: RunningCluster) -> None
     )
 
 
-def test_each_prompt_has_a_fresh_seed(running: RunningCluster) -> None:
+def test_each_prompt_has_a_fresh_seed(running):
     ask = completion(running, prompt=["Once"] * 3, n=2)
     assert len({one.seed for one in ask.sampling_params}) == 6
     ask = completion(running, prompt=["Once"] * 2, seed=4)
     assert [one.seed for one in ask.sampling_params] == [4, 4]
 
 
-def test_prompt_begins_with_the_special_token_unless_it_is_declined(
-    running: RunningCluster,
-) -> None:
+def test_prompt_begins_with_the_special_token_unless_it_is_declined(running):
     backend = running.served.tokenizer
     tokenizer = Tokenizer.from_str(backend.backend)
     first = tokenizer.id_to_token(7)
@@ -134,9 +125,7 @@ def test_prompt_begins_with_the_special_token_unless_it_is_declined(
     assert completion(beginning, prompt="Once", add_special_tokens=False).prompts == plain
 
 
-def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(
-    running: RunningCluster,
-) -> None:
+def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(running):
     def counts(**fields: Any) -> tuple[int | None, int | None, int | None]:
         ask = completion(running, prompt=[5, 6], **fields)
         return (
@@ -152,7 +141,7 @@ def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(
     assert chat(running, prompt_logprobs=3).sampling_params[0].prompt_logprobs == 3
 
 
-def test_older_names_of_structured_outputs_are_the_same(running: RunningCluster) -> None:
+def test_older_names_of_structured_outputs_are_the_same(running):
     parser = RequestParser(running)
 
     def grammar(**fields: Any) -> str:
@@ -169,10 +158,7 @@ def test_older_names_of_structured_outputs_are_the_same(running: RunningCluster)
         assert grammar(**{old: value}) == grammar(structured_outputs={new: value}) != ""
 
 
-# --- what is answered -------------------------------------------------------------------------
-
-
-def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running: RunningCluster) -> None:
+def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running):
     tokenizer = running.served.tokenizer
     ids = tuple(tokenizer.encode("é"))
     assert len(ids) == 2
@@ -193,7 +179,7 @@ def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running: Runn
     assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "stop")
 
 
-def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running: RunningCluster) -> None:
+def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running):
     tokenizer = running.served.tokenizer
     ask = completion(running, prompt=[5, 6], echo=True, logprobs=1, prompt_logprobs=2)
     scores = TokenLogprobs(-3.0, ((7, -0.1), (8, -0.2)))
@@ -231,7 +217,7 @@ def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running: Runni
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_are_those_of_the_text(running: RunningCluster, echo: bool) -> None:
+def test_offsets_are_those_of_the_text(running, echo):
     tokenizer, text = running.served.tokenizer, "a😀b ö c"
     special = running.served.eos
     ids = [*special, *tokenizer.encode(text, add_special_tokens=False), *special]
@@ -255,7 +241,7 @@ def test_offsets_are_those_of_the_text(running: RunningCluster, echo: bool) -> N
     assert offsets[-len(ids) : -len(ids) + 2] == [len(before)] * 2
 
 
-def test_minus_infinity_is_reported_as_a_number(running: RunningCluster) -> None:
+def test_minus_infinity_is_reported_as_a_number(running):
     shape = CompletionFormat(completion(running, logprobs=0), running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, "a", (5,), (TokenLogprobs(float("-inf")),)))
     reply = json.loads(to_json(shape.response()))
@@ -263,9 +249,7 @@ def test_minus_infinity_is_reported_as_a_number(running: RunningCluster) -> None
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_token_ids_and_fingerprint_are_reported(
-    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
-) -> None:
+def test_token_ids_and_fingerprint_are_reported(running, kind):
     ask = chat(running) if kind is ChatFormat else completion(running)
     options: dict[str, Any] = {"token_ids": True, "fingerprint": "fp_1"}
     pieces = [
@@ -296,9 +280,7 @@ def test_token_ids_and_fingerprint_are_reported(
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_cached_tokens_count_once_for_a_prompt_with_several_answers(
-    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
-) -> None:
+def test_cached_tokens_count_once_for_a_prompt_with_several_answers(running, kind):
     ask = chat(running, n=2) if kind is ChatFormat else completion(running, n=2)
     shape = kind(ask, running.served.tokenizer, "demo", usage=True)
     shape.add(OutputDelta(0, "a", (5,)))
@@ -310,9 +292,7 @@ def test_cached_tokens_count_once_for_a_prompt_with_several_answers(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("wanted", [None, "include_usage", "continuous_usage_stats"])
-def test_usage_of_a_stream_is_reported_as_its_options_say(
-    demo: ModelInfo, path: str, wanted: str | None
-) -> None:
+def test_usage_of_a_stream_is_reported_as_its_options_say(demo, path, wanted):
     body: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "Once"}
     if wanted is not None:
         body["stream_options"] = {"include_usage": True, wanted: True}

@@ -1,7 +1,5 @@
 """Chat templates that take content as parts or are several, and texts that one leaves out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -87,7 +85,7 @@ def prompt(served: ModelInfo, path: str, **body: Any) -> str:
 
 @pytest.mark.parametrize("content", ["Hello there", parts("Hello there"), parts("Hello", "there")])
 @pytest.mark.parametrize("path", [CHATS, MESSAGES, RESPONSES, OLLAMA])
-def test_template_that_expects_parts_gets_parts(demo: ModelInfo, path: str, content: Any) -> None:
+def test_template_that_expects_parts_gets_parts(demo, path, content):
     if path == OLLAMA:  # which has texts alone
         content = "Hello there"
     if path == RESPONSES and isinstance(content, list):
@@ -103,11 +101,7 @@ def test_template_that_expects_parts_gets_parts(demo: ModelInfo, path: str, cont
     ("template", "messages", "expected"),
     [
         (LLAVA, ASKED, "Be kind. USER: Hi ASSISTANT: Hello. USER: How are you? ASSISTANT:"),
-        (
-            SMOLVLM,
-            ASKED[1:],
-            "User: Hi|Assistant: Hello.|User: Howare you?|Assistant:",
-        ),
+        (SMOLVLM, ASKED[1:], "User: Hi|Assistant: Hello.|User: Howare you?|Assistant:"),
         (MIXED, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>Howare you?"),
         (CAPITALS, ASKED, "<system>BE KIND.<user>HI<assistant>HELLO.<user>HOWARE YOU?"),
         (TEXTS, ASKED, "<system>Be kind.<user>Hi<assistant>Hello.<user>How\nare you?"),
@@ -115,19 +109,17 @@ def test_template_that_expects_parts_gets_parts(demo: ModelInfo, path: str, cont
         (TOOLS, [*CALLED[:2], CALLED[2] | {"content": parts(" a ", "b")}], "<tool>ab"),
     ],
 )
-def test_each_role_has_the_form_that_the_template_takes(
-    demo: ModelInfo, template: str, messages: list[dict[str, Any]], expected: str
-) -> None:
+def test_each_role_has_the_form_that_the_template_takes(demo, template, messages, expected):
     assert prompt(calling(demo, template), CHATS, messages=messages).endswith(expected)
 
 
-def test_message_of_parts_is_continued(demo: ModelInfo) -> None:
+def test_message_of_parts_is_continued(demo):
     messages = [*ASKED, {"role": "assistant", "content": parts("I", "am ")}]
     found = prompt(calling(demo, LLAVA), CHATS, messages=messages, continue_final_message=True)
     assert found.endswith("ASSISTANT: I am ")
 
 
-def test_python_interface_has_the_same_prompts(demo: ModelInfo) -> None:
+def test_python_interface_has_the_same_prompts(demo):
     served = calling(demo, LLAVA)
     for content in ("Hello there", parts("Hello", "there")):
         (made,) = tokenize_chats(served, [{"role": "user", "content": content}])
@@ -152,9 +144,7 @@ LAST = "{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
         (LAST, [("tool", "a"), ("user", "a")], "1, of the tool"),
     ],
 )
-def test_text_that_the_template_leaves_out_is_refused(
-    demo: ModelInfo, template: str, messages: list[tuple[str, Any]], left_out: str
-) -> None:
+def test_text_that_the_template_leaves_out_is_refused(demo, template, messages, left_out):
     body = [
         {"role": role, "content": content} | ({"tool_call_id": "a"} if role == "tool" else {})
         for role, content in messages
@@ -178,9 +168,7 @@ def test_text_that_the_template_leaves_out_is_refused(
         ("{{ messages[0].content | trim }}.", "  "),
     ],
 )
-def test_text_that_the_template_changes_is_no_error(
-    demo: ModelInfo, template: str, content: str
-) -> None:
+def test_text_that_the_template_changes_is_no_error(demo, template, content):
     served = calling(demo, template)
     assert prompt(served, CHATS, messages=[{"role": "user", "content": content}])
 
@@ -193,9 +181,7 @@ def test_text_that_the_template_changes_is_no_error(
         ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", "aBe brief.b"),
     ],
 )
-def test_system_text_that_the_template_leaves_out_is_logged_once(
-    demo: ModelInfo, template: str, expected: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_system_text_that_the_template_leaves_out_is_logged_once(demo, template, expected, caplog):
     served = calling(demo, template)
     texts = [("system", "Be kind."), ("user", "a"), ("system", "Be brief."), ("user", "b")]
     body = [{"role": role, "content": content} for role, content in texts]
@@ -204,8 +190,6 @@ def test_system_text_that_the_template_leaves_out_is_logged_once(
     (line,) = caplog.messages
     assert "leaves out the text of message 1, of the system" in line
 
-
-# --- several templates ------------------------------------------------------------------------
 
 DEFAULT = "{% for m in messages %}default {{ m.content }}{% endfor %}"
 FOR_TOOLS = HERMES.replace("{% if tools %}", "{% if tools %}for tools ")
@@ -225,9 +209,7 @@ def _in_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_listed, _in_files])
-def test_template_is_chosen_as_transformers_does(
-    demo: ModelInfo, tmp_path: Path, write: Any
-) -> None:
+def test_template_is_chosen_as_transformers_does(demo, tmp_path, write):
     folder = Path(shutil.copytree(resource_dir("demo") / "target", tmp_path / "target"))
     (folder / "chat_template.jinja").unlink()
     tokenizer.load(folder)  # what was cached of the folder before is not used
@@ -247,7 +229,7 @@ def test_template_is_chosen_as_transformers_does(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.chat_template", "tokenizer.chat_template.default"])
-def test_gguf_file_may_have_a_template_for_tools(name: str) -> None:
+def test_gguf_file_may_have_a_template_for_tools(name):
     fields: dict[str, Any] = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"],
@@ -260,9 +242,7 @@ def test_gguf_file_may_have_a_template_for_tools(name: str) -> None:
     assert load_tokenizer(fields.get)[1] == {"default": DEFAULT, "tool_use": FOR_TOOLS}
 
 
-def test_template_of_a_processor_serves_where_the_tokenizer_has_none(
-    demo: ModelInfo, tmp_path: Path
-) -> None:
+def test_template_of_a_processor_serves_where_the_tokenizer_has_none(demo, tmp_path):
     folder = Path(shutil.copytree(resource_dir("demo") / "target", tmp_path / "target"))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
     assert tokenizer.load(folder).chat_template == demo.tokenizer.chat_template != LLAVA
@@ -270,7 +250,7 @@ def test_template_of_a_processor_serves_where_the_tokenizer_has_none(
     assert tokenizer.load(folder).chat_template == LLAVA
 
 
-def test_without_a_default_tools_are_needed(demo: ModelInfo) -> None:
+def test_without_a_default_tools_are_needed(demo):
     served = calling(demo, {"tool_use": FOR_TOOLS})  # type: ignore[arg-type]
     messages = [{"role": "user", "content": "Hello"}]
     assert prompt(served, CHATS, messages=messages, tools=[WEATHER]).startswith("for tools")

@@ -1,7 +1,5 @@
 """Tools in a chat: what the template is shown, and what replies say beside the calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -53,9 +51,7 @@ def chat(served: ModelInfo) -> Chat:
     return lambda **body: parser.parse(ChatRequest.model_validate(usual | body))
 
 
-def test_chat_template_gets_the_same_input_as_from_transformers(
-    served: ModelInfo, chat: Chat
-) -> None:
+def test_chat_template_gets_the_same_input_as_from_transformers(served, chat):
     backend = served.tokenizer
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(backend.backend), chat_template=HERMES
@@ -75,7 +71,7 @@ def test_chat_template_gets_the_same_input_as_from_transformers(
         assert served.tokenizer.decode(ask.prompts[0]) == expected
 
 
-def test_tools_that_may_not_be_called_are_not_in_the_prompt(served: ModelInfo, chat: Chat) -> None:
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(served, chat):
     for body in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
         ask = chat(**body)
         assert ask.tool_use is None
@@ -130,14 +126,7 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(served: ModelInfo, c
         ),
     ],
 )
-def test_required_call_is_the_only_answer_that_matches(
-    served: ModelInfo,
-    chat: Chat,
-    body: dict[str, Any],
-    texts: list[str],
-    unfit: list[str],
-    reason: str,
-) -> None:
+def test_required_call_is_the_only_answer_that_matches(served, chat, body, texts, unfit, reason):
     ask = chat(tools=[WEATHER, DIG], **body)
     for text in (*texts, *unfit):
         assert fits(served, ask, text) == (text in texts)
@@ -194,13 +183,8 @@ PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
 @pytest.mark.parametrize(("parameters", "good", "unfit"), PARAMETERS)
 @pytest.mark.parametrize("named", [False, True])
 def test_arguments_of_required_calls_are_what_the_function_declares(
-    served: ModelInfo,
-    chat: Chat,
-    named: bool,
-    parameters: dict[str, Any] | None,
-    good: list[str],
-    unfit: list[str],
-) -> None:
+    served, chat, named, parameters, good, unfit
+):
     own = {} if parameters is None else {"parameters": parameters}
     go, other = {"name": "go"} | own, {"name": "stay", "parameters": {"$defs": {"at": {}}}}
     choice: Any = {"type": "function", "function": {"name": "go"}} if named else "required"
@@ -211,7 +195,7 @@ def test_arguments_of_required_calls_are_what_the_function_declares(
         assert fits(served, ask, text) == (arguments in good), arguments
 
 
-def test_tool_calls_keep_the_logprobs_of_all_tokens(served: ModelInfo, chat: Chat) -> None:
+def test_tool_calls_keep_the_logprobs_of_all_tokens(served, chat):
     text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     tokenizer = served.tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)

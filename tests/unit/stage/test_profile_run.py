@@ -1,8 +1,5 @@
 """A stage measures its batches before it has any."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,7 @@ from tests.helpers import models
 
 
 @pytest.mark.parametrize(("layers", "last"), [(range(1), False), (range(1, 2), True)])
-def test_profile_measures_every_size_and_leaves_no_slot_allocated(
-    tmp_path: Path, layers: range, last: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_profile_measures_every_size_and_keeps_no_slot(tmp_path, layers, last, monkeypatch):
     monkeypatch.setattr("pipespec.stage.profile_run.LONG_MS", 1e9)  # however busy the machine is
     folder = models.build("llama", tmp_path, num_hidden_layers=2)
     runner = SliceRunner(ModelSlice.load(folder, layers, num_slots=30), 30)
@@ -29,9 +24,7 @@ def test_profile_measures_every_size_and_leaves_no_slot_allocated(
     assert held == ((1, 1000.0), (4, 4000.0), (16, 16000.0), (30, 30000.0))
 
 
-def test_sizes_beyond_one_that_takes_long_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sizes_beyond_one_that_takes_long_are_left_out(tmp_path, monkeypatch):
     folder = models.build("llama", tmp_path, num_hidden_layers=1)
     runner = SliceRunner(ModelSlice.load(folder, range(1), num_slots=30), 30)
     monkeypatch.setattr("pipespec.stage.profile_run.LONG_MS", 0)
@@ -41,9 +34,7 @@ def test_sizes_beyond_one_that_takes_long_are_left_out(
 
 
 @pytest.mark.parametrize("layers", [range(1), range(1, 2)])
-def test_profiled_rows_differ_so_that_those_of_a_mixture_read_other_experts(
-    tmp_path: Path, layers: range, monkeypatch: pytest.MonkeyPatch
-):
+def test_profiled_rows_differ_so_that_a_mixture_reads_other_experts(tmp_path, layers, monkeypatch):
     folder = models.build("qwen3_moe", tmp_path, num_hidden_layers=2)
     model = ModelSlice.load(folder, layers, num_slots=16)
     given: list[torch.Tensor] = []

@@ -1,7 +1,5 @@
 """The loop of a stage in one thread: what it sends for which batches and verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +95,7 @@ class CutLink(StoryLink):
 
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("loses", [True, False])
-def test_lost_kv_slot_is_detected_however_the_epoch_ends(
-    first: ModelSlice, stopped: bool, loses: bool
-):
+def test_lost_kv_slot_is_detected_however_the_epoch_ends(first, stopped, loses):
     stage = SliceRunner(first, NUM_SLOTS)
     if loses:
         stage.slots.allocate(1)

@@ -1,7 +1,3 @@
-"""How the ranks of a host share its cores."""
-
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

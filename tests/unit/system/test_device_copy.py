@@ -1,7 +1,3 @@
-"""Copies to a device and back."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

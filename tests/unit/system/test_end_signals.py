@@ -1,7 +1,3 @@
-"""Signals that ask a command to end."""
-
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -60,7 +56,6 @@ def test_second_signal_ends_a_command_that_waits_and_what_computes_for_it(clean_
     command = [sys.executable, "-c", STUCK.replace("{clean_up}", clean_up)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
         child = psutil.Process(int(process.stdout.readline()))
         process.send_signal(signal.SIGINT)
         said = process.stderr.readline()

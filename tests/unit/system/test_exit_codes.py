@@ -1,7 +1,5 @@
 """How a command ends: bugs of ours, and output that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -28,9 +26,6 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# --- bugs -------------------------------------------------------------------------------------
-
-
 def raising(error: BaseException) -> Callable[[], int]:
     def run() -> int:
         raise error
@@ -48,9 +43,7 @@ def raising(error: BaseException) -> Callable[[], int]:
         (deep, "RecursionError: maximum recursion depth exceeded"),
     ],
 )
-def test_a_bug_is_a_traceback_and_a_line(
-    run: Callable[[], int], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_is_a_traceback_and_a_line(run, said, capsys):
     assert exit_code_of(run) == 70
     out, err = capsys.readouterr()
     assert out == ""
@@ -58,7 +51,7 @@ def test_a_bug_is_a_traceback_and_a_line(
     assert err.endswith(f"\npipespec: internal error: {said}; the traceback is above\n")
 
 
-def test_bug_in_a_thread_is_reported_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bug_in_a_thread_is_reported_like_any_other(capsys):
     before = threading.excepthook
 
     def run() -> int:
@@ -74,16 +67,14 @@ def test_bug_in_a_thread_is_reported_like_any_other(capsys: pytest.CaptureFixtur
     assert threading.excepthook is before
 
 
-def test_what_a_user_can_mend_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_user_can_mend_is_one_line(capsys):
     assert exit_code_of(raising(PipespecError("Mend it."))) == 1
     assert capsys.readouterr().err == "pipespec: Mend it.\n"
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), PipespecError("It is not valid.")])
 @pytest.mark.parametrize("explicit", [True, False])
-def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
-    error: Exception, explicit: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(error, explicit, capsys):
     def run() -> int:
         try:
             try:
@@ -100,16 +91,14 @@ def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
     assert capsys.readouterr().err == ""
 
 
-# --- standard streams -------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_a_standard_error_that_is_full_changes_no_exit_code() -> None:
+def test_a_standard_error_that_is_full_changes_no_exit_code():
     assert shell(f"{PIPESPEC} {QUICK} 2>/dev/full").returncode == 0
     assert shell(f"{PIPESPEC} plan stages=0 2>/dev/full").returncode == 2
 
 
-def test_a_terminal_of_few_characters_is_one_sentence() -> None:
+@pytest.mark.slow
+def test_a_terminal_of_few_characters_is_one_sentence():
     answer = shell(f"{PIPESPEC} {QUICK}", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert answer.returncode == 1
     assert "takes ascii alone; set PYTHONUTF8=1" in answer.stderr

@@ -1,9 +1,3 @@
-"""How much memory is free."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pipespec.system.heap import UNLIMITED, cgroup_free
@@ -25,9 +19,7 @@ V1 = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "900\n"}
         ("0::/a\n", "a", V2 | {"memory.current": "2000\n"}, "active_file 1\n", 0),
     ],
 )
-def test_free_memory_respects_the_control_group(
-    own: str, folder: str, files: dict[str, str], stat: str, free: int, tmp_path: Path
-) -> None:
+def test_free_memory_respects_the_control_group(own, folder, files, stat, free, tmp_path):
     root = tmp_path / "cgroup"
     (root / folder).mkdir(parents=True)
     for name, text in (files | {"memory.stat": stat}).items():

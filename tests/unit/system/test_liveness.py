@@ -1,7 +1,5 @@
 """A child whose progress its parent watches, with limits of a fraction of a second."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

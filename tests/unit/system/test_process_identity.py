@@ -1,7 +1,5 @@
 """A process is told apart from others that have had its number."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 
@@ -19,7 +17,6 @@ from pipespec.system.process_identity import (
 
 def test_this_process_runs_and_is_ours():
     found = find_process(os.getpid(), own_start_time())
-    assert found is not None
     assert found.pid == os.getpid()
     assert is_ours(found)
 

@@ -1,7 +1,5 @@
 """What another version of pipespec would not understand has another protocol number."""
 
-from __future__ import annotations
-
 import json
 
 from pipespec.system.versions import PROTOCOL, has_own_protocol, own_version

@@ -1,7 +1,5 @@
 """Files and JSON of others: bounds, kinds of files, and values of the wrong type."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,8 +10,6 @@ from typing import Any, TypedDict
 
 import pytest
 
-from pipespec.system import validation
-from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
     LONGEST_SHOWN,
     Missing,
@@ -34,9 +30,6 @@ BAD = [
     ("\udcff", "not UTF-8 text at byte 0"),
     ("{", "not JSON"),
 ]
-
-
-# --- files ------------------------------------------------------------------------------------
 
 
 def test_no_more_is_read_than_is_allowed(tmp_path: Path) -> None:
@@ -71,16 +64,10 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         read_bytes(tmp_path / ("n" * 300))
 
 
-# --- JSON -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "why"), [*BAD, (DIGITS, "too many digits")])
 def test_json_that_cannot_be(text: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         parse_json(text.encode(errors="surrogateescape"))
-
-
-# --- values -----------------------------------------------------------------------------------
 
 
 class Part(TypedDict):
@@ -140,8 +127,3 @@ def test_a_message_shows_a_part_of_what_is_long() -> None:
     assert len(shown("x" * 10**6)) <= LONGEST_SHOWN
     assert len(shown([["y" * 1000] * 1000] * 1000)) <= LONGEST_SHOWN + 1
     assert shown(16**9000) == "a number of too many digits"
-
-
-def test_the_bound_leaves_room_for_what_is_shipped() -> None:
-    sizes = [file.stat().st_size for file in resource_dir("demo").rglob("*.json")]
-    assert max(sizes) * 10 < validation.MOST_BYTES

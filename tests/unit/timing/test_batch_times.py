@@ -1,7 +1,5 @@
 """How long batches take by their rows, as averages of what was measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The members of a tensor-parallel slice: what they gather, and how they end."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 

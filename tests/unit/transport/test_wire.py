@@ -1,7 +1,3 @@
-"""A batch survives the wire, and what does not fit is refused."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -50,7 +46,6 @@ def assert_same(got: Batch, sent: Batch) -> None:
     if sent.hidden is None:
         assert got.hidden is None
     else:
-        assert got.hidden is not None
         assert got.hidden.dtype == sent.hidden.dtype
         assert torch.equal(got.hidden, sent.hidden)
 
@@ -115,7 +110,6 @@ def test_hidden_states_are_aligned_for_the_receiver():
     link = wire()
     for rows in range(1, 9):
         got = link.unpack(link.pack(batch_of(rows)))
-        assert got.hidden is not None
         assert got.hidden.data_ptr() % 16 == 0
         assert got.hidden.is_contiguous()
         assert got.hidden.storage_offset() * 4 % 64 == 0

@@ -1,7 +1,5 @@
 """What is refused before any rank starts, for what the models and the machine are."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -42,16 +40,14 @@ def planned(*settings: str) -> Deployment:
         (False, "cpu", "ggml is not installed.", None),
     ],
 )
-def test_a_start_without_ggml_says_so_where_it_would_multiply(
-    few_bits: bool, device: str, why: str, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_without_ggml_says_so_where_it_counts(few_bits, device, why, said, monkeypatch):
     monkeypatch.setattr("pipespec.engine.ggml.library.why_not", lambda: why)
     monkeypatch.setattr(CheckpointInfo, "can_keep", few_bits)
     monkeypatch.setattr(Deployment, "device_of", lambda self, worker: device)
     assert without_ggml(planned()) == said
 
 
-def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path: Path) -> None:
+def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path):
     """Requests that are kept are of a model with these positions."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     build("llama", tmp_path / "target", rope_parameters=rope)
@@ -76,23 +72,23 @@ def test_a_start_says_that_positions_are_scaled_for_the_context(tmp_path: Path) 
         (5, 2, 2, None),
     ],
 )
-def test_stages_and_their_members_that_share_a_gpu_are_named(
-    num_gpus: int, stages: int, members: int, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_and_members_that_share_a_gpu_are_named(
+    num_gpus, stages, members, said, monkeypatch
+):
     monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: num_gpus)
     settings = (f"cluster.stages={stages}", f"cluster.tensor_parallel={members}")
     line = shared_gpu(planned("cluster.devices=[cuda]", *settings))
     assert line is None if said is None else line is not None and line.startswith(said)
 
 
-def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_host_without_devices_is_refused_with_the_remedy(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
     with pytest.raises(ConfigError, match="Host a has the device auto; name its devices"):
         decide(compose([f"cluster={file}"]))
 
 
-def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Path) -> None:
+def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path):
     file = tmp_path / "hosts.yaml"
     file.write_text(
         "hosts:\n"
@@ -107,17 +103,11 @@ def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Pa
         pass
 
 
-# --- feed -------------------------------------------------------------------------------------
-
-
-def test_more_children_than_tokens_are_refused() -> None:
+def test_more_children_than_tokens_are_refused():
     tokens = planned().target.vocab_size
     assert planned(f"policy.children={tokens}").config.policy.children == tokens
     with pytest.raises(ConfigError, match=rf"policy\.children is {tokens + 1}, .*{tokens} tokens"):
         planned(f"policy.children={tokens + 1}")
-
-
-# --- several devices for a stage --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,16 +121,14 @@ def test_more_children_than_tokens_are_refused() -> None:
         ),
     ],
 )
-def test_model_that_cannot_be_divided_among_devices_is_refused(
-    tmp_path: Path, model_type: str, settings: tuple[str, ...], sentence: str
-) -> None:
+def test_model_that_cannot_be_divided_is_refused(tmp_path, model_type, settings, sentence):
     model = build(model_type, tmp_path / "model")
     common = (f"model.target={model}", "proposer=suffix", "cluster.devices=[cpu]")
     with pytest.raises(ModelError, match=sentence):
         decide(compose([*common, "cluster.stages=2", *settings]))
 
 
-def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch) -> None:
+def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch):
     monkeypatch.setattr("pipespec.config.compose.num_cuda", lambda: 99)
     found = decide(compose([f"model.target={DEMO / 'target'}"]))
     assert len(found.layers) == found.config.cluster.stages == found.target.num_layers
@@ -150,7 +138,7 @@ def test_chosen_stages_are_at_most_one_for_each_layer(monkeypatch) -> None:
     assert chosen(elsewhere) == chosen(found), "the name is that of the settings"
 
 
-def test_devices_name_those_of_a_stage_one_after_another() -> None:
+def test_devices_name_those_of_a_stage_one_after_another():
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2"]
     deployment = decide(compose([*settings, "cluster.spares=1", "cluster.devices=[cpu]"]))
     assert deployment.workers == (f"{HERE}/0", f"{HERE}/1", f"{HERE}/3")
@@ -165,7 +153,7 @@ def test_devices_name_those_of_a_stage_one_after_another() -> None:
         compose([*settings, "cluster.hosts=hosts.yaml"])
 
 
-def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> None:
+def test_a_hosts_file_says_which_devices_compute_together(tmp_path):
     file = tmp_path / "box.yaml"
     file.write_text(
         "hosts: [{name: box, address: 127.0.0.1, ssh: local, devices: [[cpu, cpu], cpu, cpu]}]"
@@ -177,7 +165,7 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
     assert found.workers == ("box/2", "box/0") and found.followers == ((), ("box/1",))
 
 
-def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
+def test_a_draft_is_computed_by_several_devices_if_there_is_one():
     settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=2", "cluster.devices=[cpu]"]
     deployment = decide(compose(settings))
     assert deployment.workers == (f"{HERE}/0", f"{HERE}/2")
@@ -188,7 +176,7 @@ def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("lost", [f"{HERE}/3", f"{HERE}/4"])
-def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -> None:
+def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost):
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
     deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
     found = deployment.assignment(deployment.without({lost}))
@@ -196,12 +184,7 @@ def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -
     assert found.followers == ((), (f"{HERE}/2",), (f"{HERE}/6",))
 
 
-# --- the address of this machine towards its hosts ---------------------------------------------
-
-
-def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(monkeypatch):
     def source_address(address: str, family: int = socket.AF_UNSPEC) -> str:
         if family == socket.AF_INET or address == "fd00::3":
             raise OSError(-9, "Address family for hostname not supported")
@@ -213,6 +196,6 @@ def test_hosts_with_addresses_of_ipv6_alone_are_reached_over_it(
         own_address([Host("b", "fd00::3")])
 
 
-def test_ipv4_comes_first_and_a_lone_machine_has_none() -> None:
+def test_ipv4_comes_first_and_a_lone_machine_has_none():
     assert own_address([Host("b", "127.0.0.2")]) == "127.0.0.1"
     assert own_address([]) is None

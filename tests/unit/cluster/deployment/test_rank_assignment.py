@@ -1,7 +1,5 @@
 """The plan of an epoch travels as JSON and says who holds which rank."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,19 +12,16 @@ layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: rang
 
 
 @pytest.mark.parametrize(
-    ("seal", "sealed"),
-    [("auto", [False, True, False]), ("yes", [True] * 3), ("no", [False] * 3)],
+    ("seal", "sealed"), [("auto", [False, True, False]), ("yes", [True] * 3), ("no", [False] * 3)]
 )
-def test_links_between_hosts_are_sealed_unless_the_setting_says_otherwise(
-    seal: str, sealed: list[bool]
-) -> None:
+def test_links_between_hosts_are_sealed_unless_the_setting_says_otherwise(seal, sealed):
     assignment = RankAssignment(("a/0", "a/1", "b/0", "b/2"), (range(3), range(3, 8), range(8, 9)))
     links = assignment.links(seal)
     assert [link.local for link in links] == [True, False, True]
     assert [link.sealed for link in links] == sealed
 
 
-def test_follower_is_a_member_of_the_rank_of_its_leader() -> None:
+def test_follower_is_a_member_of_the_rank_of_its_leader():
     workers, layers = ("a/0", "a/1", "a/3"), (range(3), range(3, 8))
     assignment = RankAssignment(workers, layers, ((), ("a/2",), ("a/4",)))
     assert RankAssignment.decode(assignment.encode()) == assignment
@@ -41,10 +36,9 @@ def test_follower_is_a_member_of_the_rank_of_its_leader() -> None:
 
 
 @given(
-    workers=st.lists(names, unique=True, min_size=1).map(tuple),
-    layers=st.lists(layers).map(tuple),
+    workers=st.lists(names, unique=True, min_size=1).map(tuple), layers=st.lists(layers).map(tuple)
 )
-def test_decoding_inverts_encoding(workers: tuple[str, ...], layers: tuple[range, ...]) -> None:
+def test_decoding_inverts_encoding(workers, layers):
     host = Host("beta", "10.0.0.2", f"{JOINED}/run/socket", devices=("cuda:0", "cuda:1"))
     assignment = RankAssignment(workers, layers, joined=(host,))
     decoded = RankAssignment.decode(assignment.encode())

@@ -1,7 +1,5 @@
 """What `pipespec doctor` concludes from what the hosts said: who is named, and how badly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,23 +98,6 @@ def only(found: Sequence[Finding]) -> Finding:
     return found[0]
 
 
-def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:
-    hosts = {**healthy(), "beta": HostReport(failure="beta: Connection refused; start sshd there.")}
-    links = [each for each in ALL_LINKS if "beta" not in (each.source, each.to)]
-    found = only(diagnose(hosts_file, hosts, links))
-    assert found == Finding(True, ("beta",), "beta: Connection refused; start sshd there.")
-
-
-def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
-    hosts = healthy()
-    hosts["alpha"].inventory.versions["driver"] = "550.10"
-    hosts["gamma"].failure = "gamma: gone."
-    assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
-
-
-# --- links ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("problem", "who", "parts"),
     [
@@ -127,9 +108,7 @@ def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
         ("stranger", "gamma", ["gamma answers there", "two hosts have this address"]),
     ],
 )
-def test_a_closed_way_names_the_pair_and_the_remedy(
-    problem: str, who: str | None, parts: list[str], hosts_file: HostsFile
-) -> None:
+def test_a_closed_way_names_the_pair_and_the_remedy(problem, who, parts, hosts_file):
     closed = link("alpha", "beta", problem=problem, who=who)
     found = only(diagnose(hosts_file, healthy(), with_links(closed)))
     assert (found.error, found.hosts) == (True, ("alpha", "beta"))
@@ -137,13 +116,13 @@ def test_a_closed_way_names_the_pair_and_the_remedy(
     assert all(part in found.sentence for part in parts)
 
 
-def test_unreachable_host_is_one_finding(hosts_file: HostsFile) -> None:
+def test_unreachable_host_is_one_finding(hosts_file):
     closed = [link(source, "beta", problem="silent") for source in ("alpha", "gamma")]
     found = only(diagnose(hosts_file, healthy(), with_links(*closed)))
     assert found.sentence.startswith("alpha and gamma cannot reach beta")
 
 
-def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile) -> None:
+def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file):
     slow = [replace(link("alpha", to), measured=LinkSpeed(0.2, 0.94)) for to in ("beta", "gamma")]
     found = diagnose(hosts_file, healthy(), with_links(*slow))
     assert found == [
@@ -157,9 +136,6 @@ def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile
     ]
 
 
-# --- addresses --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -169,18 +145,13 @@ def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile
         ({"number": "127.0.1.1"}, "On alpha itself"),
     ],
 )
-def test_a_host_that_cannot_listen_at_its_address(
-    changes: dict[str, Any], part: str, hosts_file: HostsFile
-) -> None:
+def test_a_host_that_cannot_listen_at_its_address(changes, part, hosts_file):
     hosts = healthy()
     hosts["alpha"].listening = replace(listening("alpha"), carrier=None, **changes)
     links = [each for each in ALL_LINKS if each.to != "alpha"]
     found = only(diagnose(hosts_file, hosts, links))
     assert (found.error, found.hosts) == (True, ("alpha",))
     assert part in found.sentence
-
-
-# --- what the hosts have ----------------------------------------------------------------------
 
 
 def with_inventory(name: str, **changes: Any) -> dict[str, HostReport]:
@@ -209,9 +180,7 @@ def with_inventory(name: str, **changes: Any) -> dict[str, HostReport]:
     ],
     ids=str,
 )
-def test_versions_that_differ(
-    versions: dict[str, str | None], error: bool | None, part: str, hosts_file: HostsFile
-) -> None:
+def test_versions_that_differ(versions, error, part, hosts_file):
     hosts = with_inventory("gamma", versions=VERSIONS | versions)
     found = diagnose(hosts_file, hosts, ALL_LINKS)
     if error is None:
@@ -232,9 +201,7 @@ def with_model(name: str, part: str, model: Fingerprint) -> dict[str, HostReport
         ({"shards": {"m-1": 100, "m-2": 101}}, "the sizes of its weight files differ"),
     ],
 )
-def test_a_target_unlike_the_others(
-    changes: dict[str, Any], part: str, hosts_file: HostsFile
-) -> None:
+def test_a_target_unlike_the_others(changes, part, hosts_file):
     hosts = with_model("alpha", "target", replace(MODEL, **changes))
     found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error
@@ -242,7 +209,7 @@ def test_a_target_unlike_the_others(
     assert part in found.sentence
 
 
-def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
+def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path):
     gone = Fingerprint("org/m", "is missing")
     hosts = with_model("gamma", "target", gone)
     own = make_hosts(tmp_path, draft="alpha/0")
@@ -258,7 +225,7 @@ def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
     assert only(diagnose(hosts_file, hosts, ALL_LINKS, ["target"])).error
 
 
-def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) -> None:
+def test_a_missing_target_says_where_and_how_to_get_it(hosts_file):
     hosts = with_model("beta", "target", Fingerprint("meta/m", "is missing"))
     found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert (found.error, found.hosts) == (True, ("beta",))
@@ -270,9 +237,7 @@ def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) ->
     )
 
 
-def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_have_it(
-    tmp_path: Path,
-) -> None:
+def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_have_it(tmp_path):
     gone = Fingerprint("/models/m", "is missing")
     hosts = {name: with_model(name, "draft", gone)[name] for name in ("beta", "gamma")}
     links = [each for each in ALL_LINKS if "alpha" not in (each.source, each.to)]
@@ -282,7 +247,7 @@ def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_ha
     assert found[0].hosts == ("alpha",)
 
 
-def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
+def test_the_draft_is_needed_where_the_head_is(tmp_path):
     gone = Fingerprint("/d", "is missing")
     anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")
     assert [required_models(anywhere, host) for host in anywhere.hosts] == [
@@ -297,12 +262,11 @@ def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
     assert only(diagnose(anywhere, hosts, ALL_LINKS)).error is False
     assert only(diagnose(on_beta, hosts, ALL_LINKS)).error is True
     for seen in hosts.values():
-        assert seen.inventory is not None
         seen.inventory.models["draft"] = gone
     assert [each.error for each in diagnose(anywhere, hosts, ALL_LINKS)] == [True] * 3
 
 
-def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
+def test_a_device_that_torch_does_not_have(tmp_path):
     hosts_file = make_hosts(tmp_path, of_alpha={"devices": ["cuda:0", "cuda:2"]})
     found = only(diagnose(hosts_file, with_inventory("alpha", cuda=["L40", "L40"]), ALL_LINKS))
     assert found.error
@@ -310,7 +274,7 @@ def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "error"), [("cuda", True), ("auto", False)])
-def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
+def test_a_torch_without_cuda(device, error, tmp_path):
     hosts_file = make_hosts(tmp_path, of_alpha={"devices": [device]})
     hosts = with_inventory("alpha", cuda=[], cuda_problem="torch 2.9.0+cpu is built without CUDA")
     found = only(diagnose(hosts_file, hosts, ALL_LINKS))
@@ -318,11 +282,8 @@ def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
     assert "but torch 2.9.0+cpu is built without CUDA" in found.sentence
 
 
-# --- the order of measurement -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", range(1, 9))
-def test_rounds_hold_every_pair_once_and_no_host_twice(count: int) -> None:
+def test_rounds_hold_every_pair_once_and_no_host_twice(count):
     names = [str(number) for number in range(count)]
     every = [frozenset(pair) for pairs in rounds(names) for pair in pairs]
     assert len(every) == len(set(every)) == count * (count - 1) // 2

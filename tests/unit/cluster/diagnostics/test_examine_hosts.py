@@ -1,7 +1,3 @@
-"""When the probes of examined hosts end."""
-
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -1,11 +1,8 @@
 """What a host says that it has: model files told apart, versions, CUDA devices."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +31,7 @@ def content(model: Fingerprint) -> tuple[str | None, str | None, str | None]:
     return model.config, model.index, model.shards
 
 
-def test_one_checkpoint_in_two_places_has_one_fingerprint(
-    single: Path, sharded: Path, tmp_path: Path
-) -> None:
+def test_one_checkpoint_in_two_places_has_one_fingerprint(single, sharded, tmp_path):
     for model in (single, sharded):
         copy = shutil.copytree(model, tmp_path / model.name)
         assert content(fingerprint(str(copy))) == content(fingerprint(str(model)))
@@ -60,12 +55,9 @@ def edit_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "differ"),
-    [(edit_config, "config"), (edit_index, "index"), (cut_a_shard, "shards")],
+    ("change", "differ"), [(edit_config, "config"), (edit_index, "index"), (cut_a_shard, "shards")]
 )
-def test_a_change_shows_in_its_part_alone(
-    change: Callable[[Path], None], differ: str, sharded: Path, tmp_path: Path
-) -> None:
+def test_a_change_shows_in_its_part_alone(change, differ, sharded, tmp_path):
     copy = shutil.copytree(sharded, tmp_path / "copy")
     change(copy)
     before, after = fingerprint(str(sharded)), fingerprint(str(copy))
@@ -82,34 +74,32 @@ def test_a_change_shows_in_its_part_alone(
         ("*.safetensors*", "holds no model.safetensors"),
     ],
 )
-def test_missing_files_are_named(gone: str, problem: str, sharded: Path, tmp_path: Path) -> None:
+def test_missing_files_are_named(gone, problem, sharded, tmp_path):
     copy = shutil.copytree(sharded, tmp_path / "copy")
     for file in copy.glob(gone):
         file.unlink()
     assert re.match(problem, fingerprint(str(copy)).problem or "")
 
 
-def test_an_index_that_cannot_be_read(sharded: Path, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_read(sharded, tmp_path):
     copy = shutil.copytree(sharded, tmp_path / "copy")
     for text in ("", "[]", '{"weight_map": 3}'):
         (copy / "model.safetensors.index.json").write_text(text)
         assert fingerprint(str(copy)).problem == "has no usable model.safetensors.index.json"
 
 
-def test_other_weight_files_in_the_folder_do_not_count(sharded: Path, tmp_path: Path) -> None:
+def test_other_weight_files_in_the_folder_do_not_count(sharded, tmp_path):
     copy = shutil.copytree(sharded, tmp_path / "copy")
     (copy / "consolidated.safetensors").write_bytes(b"x")
     assert content(fingerprint(str(copy))) == content(fingerprint(str(sharded)))
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "nobody/has-this", "../up/there", "~/nope"])
-def test_what_is_not_there_is_missing_and_not_fetched(model: str) -> None:
+def test_what_is_not_there_is_missing_and_not_fetched(model):
     assert fingerprint(model).problem == "is missing"
 
 
-def test_a_hub_id_is_found_in_the_cache(
-    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_found_in_the_cache(single, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -120,7 +110,7 @@ def test_a_hub_id_is_found_in_the_cache(
     assert content(fingerprint("someone/tiny")) == content(fingerprint(str(single)))
 
 
-def test_a_host_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
+def test_a_host_of_cpus_is_not_asked_for_cuda(single):
     found = take_inventory({"target": str(single)}, ["cpu", "cpu"])
     assert (found.cuda, found.cuda_problem) == (None, None)
     assert found.models == {"target": fingerprint(str(single))}
@@ -129,7 +119,7 @@ def test_a_host_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
     assert found.versions["torch"]
 
 
-def test_a_named_cuda_device_is_asked_for() -> None:
+def test_a_named_cuda_device_is_asked_for():
     import torch
 
     found = take_inventory({}, ["cuda:0"])
@@ -138,9 +128,7 @@ def test_a_named_cuda_device_is_asked_for() -> None:
     assert (found.cuda_problem is None) is bool(found.cuda)
 
 
-def test_driver_version_is_that_of_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_version_is_that_of_nvidia_smi(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert inventory.nvidia_driver() is None

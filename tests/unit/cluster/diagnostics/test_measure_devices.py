@@ -1,7 +1,5 @@
 """What is measured of a model on a device, when anew, and with how many threads."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ def measured(model_type: str, **settings: Any) -> dict[str, Any]:
     )
 
 
-def test_figures_belong_to_the_type_of_k_and_v() -> None:
+def test_figures_belong_to_the_type_of_k_and_v():
     wide, narrow = (
         each["devices"][0]["stage"]["kv_slot_bytes"]
         for each in (measured("llama"), measured("llama", kv_dtype="int8"))
@@ -36,9 +34,7 @@ def test_figures_belong_to_the_type_of_k_and_v() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "divisible"), [("llama", True), ("gpt_oss", False)])
-def test_whether_devices_can_compute_a_model_together_is_among_its_sizes(
-    model_type: str, divisible: bool
-) -> None:
+def test_whether_devices_can_compute_a_model_together_is_among_its_sizes(model_type, divisible):
     assert measured(model_type)["target"]["divisible"] is divisible
 
 
@@ -60,11 +56,11 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ("workers", "expected"),
     [([STAGE], 8), ([EITHER], 8), ([STAGE] * 2, 4), ([DRAFT, STAGE], 7), ([EITHER] * 3, 3)],
 )
-def test_stages_of_a_host_share_its_cores(workers: list[tuple[str, ...]], expected: int) -> None:
+def test_stages_of_a_host_share_its_cores(workers, expected):
     assert threads(*workers) == expected
 
 
-def test_settings_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_first(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(STAGE) == 3
     assert threads(STAGE, threads=2) == 2

@@ -115,10 +115,7 @@ def test_failure_quotes_the_last_line_of_stderr_and_not_the_input():
         (OSError("Multiple exceptions: [Errno 111] a, [Errno 111] b"), "Connection refused; start"),
         (TimeoutError(), "timed out; check that the host is up"),
         (socket.gaierror(-2, "Name or service not known"), "; correct `address` or `ssh`"),
-        (
-            asyncssh.ConnectionLost("Server not responding to keepalive"),
-            "; check the host and the",
-        ),
+        (asyncssh.ConnectionLost("Server not responding to keepalive"), "; check the host and the"),
         (
             FileNotFoundError(2, "No such file or directory", "k"),
             "k No such file or directory; try",

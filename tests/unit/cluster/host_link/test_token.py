@@ -1,16 +1,8 @@
-"""Tokens: what is no whole one is refused."""
-
-from __future__ import annotations
-
 import string
 
 import pytest
 
-from pipespec.cluster.host_link.token import (
-    FINGERPRINT_BYTES,
-    SECRET_BYTES,
-    Token,
-)
+from pipespec.cluster.host_link.token import FINGERPRINT_BYTES, SECRET_BYTES, Token
 from pipespec.errors import ConfigError
 
 TOKEN = Token(

@@ -1,7 +1,5 @@
 """Hosts that join and leave while another one stands still."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,9 +118,7 @@ class Cluster:
 
 @pytest.mark.parametrize("still", STEPS)
 @pytest.mark.parametrize("end", ["goes on", "leaves", "takes too long", "the cluster ends"])
-def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
-    monkeypatch: pytest.MonkeyPatch, still: str, end: str
-) -> None:
+def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(monkeypatch, still, end):
     cluster = Cluster(monkeypatch, still)
     with ThreadPoolExecutor(1) as pool, closing(cluster):
         if still == "leave":
@@ -161,9 +157,7 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
             assert (cluster.removed[-1] == "slow") is (still != "measure")
 
 
-def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(monkeypatch):
     def too_few(*_: object, **__: object) -> None:
         raise ConfigError("The others are too few.")
 
@@ -177,7 +171,7 @@ def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(
             work.result(20)
 
 
-def test_a_host_waits_for_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_waits_for_one_that_is_away(monkeypatch):
     """Layers can be laid out anew once that is back, or was given up."""
     with closing(Cluster(monkeypatch, "")) as cluster, ThreadPoolExecutor() as pool:
         cluster.join(QUICK)

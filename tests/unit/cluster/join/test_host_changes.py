@@ -1,7 +1,3 @@
-"""Layouts of a cluster with one more host, or one less."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -28,7 +24,7 @@ def deployment() -> Deployment:
     return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
 
 
-def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment) -> None:
+def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment):
     after = with_hosts(deployment, [(BETA, MEASURED)])
     assert after.workers == (*OWN, "beta/0", "beta/1")
     assert list(map(len, after.layers)) == [4, 4, 4, 4]
@@ -37,13 +33,13 @@ def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment
     assert assignment.joined == (BETA,)
 
 
-def test_a_slow_host_gets_fewer_layers(deployment: Deployment) -> None:
+def test_a_slow_host_gets_fewer_layers(deployment):
     slow = MeasuredHost(tuple(Worker(name, layer_ms=3.0) for name in BETA.workers), {})
     sizes = list(map(len, with_hosts(deployment, [(BETA, slow)]).layers))
     assert sizes == [6, 6, 2, 2]
 
 
-def test_a_host_with_too_little_memory_is_refused(deployment: Deployment) -> None:
+def test_a_host_with_too_little_memory_is_refused(deployment):
     problem = replace(deployment.placement.problem, needs=Needs((2**30,) * NUM_LAYERS))
     heavy = replace(deployment, placement=replace(deployment.placement, problem=problem))
     small = MeasuredHost(tuple(Worker(name, memory_bytes=1) for name in BETA.workers), {})
@@ -51,9 +47,7 @@ def test_a_host_with_too_little_memory_is_refused(deployment: Deployment) -> Non
         with_hosts(heavy, [(BETA, small)])
 
 
-def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(
-    deployment: Deployment,
-) -> None:
+def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(deployment):
     gamma = replace(BETA, name="gamma", devices=("cpu",))
     one = MeasuredHost((Worker("gamma/0"),), {})
     both = with_hosts(with_hosts(deployment, [(BETA, MEASURED)]), [(gamma, one)])
@@ -66,7 +60,7 @@ def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(
     assert list(map(len, alone.layers)) == [8, 8]
 
 
-def test_dtypes_stay_those_of_the_first_layout(deployment: Deployment) -> None:
+def test_dtypes_stay_those_of_the_first_layout(deployment):
     """A text would differ if a host with a CPU made a cluster of GPUs compute in float32."""
     host = replace(deployment.hosts[0], devices=("cuda:0", "cuda:1", "cuda:2"))
     gpus = replace(deployment, hosts=(host,))
@@ -74,7 +68,5 @@ def test_dtypes_stay_those_of_the_first_layout(deployment: Deployment) -> None:
     assert with_hosts(gpus, [(BETA, MEASURED)]).dtype == "bfloat16"
 
 
-def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(
-    deployment: Deployment,
-) -> None:
+def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(deployment):
     assert sample_layers(deployment) in (range(7, 8), range(8, 9))

@@ -1,7 +1,5 @@
 """What the launcher makes of an agent that ends, refuses or comes back."""
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import sys
@@ -77,12 +75,8 @@ def restart(handle: AgentHandle) -> None:
     ids=["lost again", "died while it prepared", "refuses"],
 )
 def test_a_lost_host_is_tried_again_and_counts_once_for_each_start(
-    lines: list[str],
-    deaths_of_each: int,
-    sentences: list[str],
-    started: Start,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    lines, deaths_of_each, sentences, started, caplog
+):
     handle, deaths = started(PREPARING, *lines)
     for _ in lines:
         restart(handle)
@@ -92,13 +86,13 @@ def test_a_lost_host_is_tried_again_and_counts_once_for_each_start(
     assert caplog.messages == sentences
 
 
-def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
+def test_a_host_that_refuses_at_the_first_start_ends_it(started):
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
     assert handle.why() == "b: no room in /tmp"
 
 
-def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:
+def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started):
     handle, deaths = started(PREPARING, PREPARING, job=None)
     until(lambda: handle.reached and handle.failed)
     before = handle._agent

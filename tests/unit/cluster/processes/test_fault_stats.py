@@ -1,7 +1,3 @@
-"""What `FaultStats` counts, and when."""
-
-from __future__ import annotations
-
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 
 BROKE, ENDED, GONE = FaultKind.LINK_BROKE, FaultKind.WORKER_ENDED, FaultKind.REDIS_GONE

@@ -1,7 +1,4 @@
-"""What the processes of a cluster may not import: imports are most of their memory, and of the time
-to the first token."""
-
-from __future__ import annotations
+"""What the processes of a cluster may not import, as it takes memory and time."""
 
 import subprocess
 import sys
@@ -51,10 +48,7 @@ PROGRAMS = {
     "worker": [
         (imports(*WORKER), [*OPTIONAL, *OF_OTHERS, *([] if num_cuda() else ["triton"])]),
         # Until a request has a grammar.
-        (
-            f"{DEMO}with rank_grammars(demo, 0) as found: found._thread.shutdown()",
-            ["llguidance"],
-        ),
+        (f"{DEMO}with rank_grammars(demo, 0) as found: found._thread.shutdown()", ["llguidance"]),
     ],
     "worker of which torchao makes the weights": [
         (f"{imports('torchao', *WORKER)}\nassert torchao.quantization", ["llguidance"])

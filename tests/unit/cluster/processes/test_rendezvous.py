@@ -1,7 +1,3 @@
-"""torchrun's rendezvous of one node."""
-
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 
 import pytest

@@ -1,7 +1,3 @@
-"""What a worker that holds a rank does with the cores and GPUs of its host."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,30 +32,27 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize(
-    ("stages", "expected"),
-    [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))],
-)
+@pytest.mark.parametrize(("stages", "expected"), [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: CoreShares) -> None:
+def test_ranks_of_a_host_agree_on_its_cores(rank, stages, expected):
     assert held(rank, stages=stages).core_shares() == expected
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_a_number_of_threads_is_that_of_every_rank() -> None:
+def test_a_number_of_threads_is_that_of_every_rank():
     assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4)
     assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2)
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_of_the_user_counts(monkeypatch):
     monkeypatch.delenv(SHARES_CORES)  # the agent found OMP_NUM_THREADS
     threads = torch.get_num_threads()
     assert held(1).core_shares() == CoreShares(threads, threads)
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_ranks_of_other_hosts_take_no_cores() -> None:
+def test_ranks_of_other_hosts_take_no_cores():
     alone = held(0)
     (host,) = alone.deployment.hosts
     hosts = (replace(host, devices=("cpu",)), replace(host, name="other", devices=("cpu",)))
@@ -83,9 +76,7 @@ def test_ranks_of_other_hosts_take_no_cores() -> None:
         (["emulate=fixed"], True),  # emulated hosts have cores of their own
     ],
 )
-def test_whether_the_draft_works_beside_the_stages_is_measured(
-    settings: list[str], overlaps: bool | None
-) -> None:
+def test_whether_the_draft_works_beside_the_stages_is_measured(settings, overlaps):
     deployment = held(0, *settings).deployment
     assert scheduler_config(deployment, 100).overlap is overlaps
     assert measures_steps(deployment.config) == (
@@ -93,7 +84,7 @@ def test_whether_the_draft_works_beside_the_stages_is_measured(
     )
 
 
-def test_learnt_steps_are_those_of_one_model_and_layout() -> None:
+def test_learnt_steps_are_those_of_one_model_and_layout():
     keys = [
         json.dumps(step_times_key(held(0, *settings).deployment))
         for settings in ([], ["policy=level"], ["cluster.stages=2"], ["proposer=suffix"])
@@ -102,15 +93,13 @@ def test_learnt_steps_are_those_of_one_model_and_layout() -> None:
     assert len({*keys}) == 3
 
 
-def test_threads_outside_their_limits_are_refused() -> None:
+def test_threads_outside_their_limits_are_refused():
     for wrong in ("0", "many"):
         with pytest.raises(ConfigError, match=r"cluster\.threads"):
             compose([f"cluster.threads={wrong}"])
 
 
-def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(monkeypatch):
     """Self-tests launch kernels and capture graphs while it loads."""
     order: list[Any] = []
     monkeypatch.setattr("torch.cuda.set_device", order.append)
@@ -136,7 +125,7 @@ def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(
     assert order == ["cuda:1", "load"]
 
 
-def test_the_mid_size_model_counts_where_it_is() -> None:
+def test_the_mid_size_model_counts_where_it_is():
     """It is loaded after the draft, and both take their share of the device."""
     devices = {"a/0": "cuda:0", "a/1": "cuda:1", "b/0": "cuda:0"}
     deployment: Any = SimpleNamespace(

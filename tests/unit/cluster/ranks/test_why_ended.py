@@ -1,7 +1,5 @@
 """What a worker says of an epoch that has ended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment

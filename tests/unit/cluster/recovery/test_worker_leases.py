@@ -1,7 +1,3 @@
-"""Who is alive by the signs of workers and their hosts, and who is lost. Pure."""
-
-from __future__ import annotations
-
 import pytest
 
 from pipespec.cluster.recovery.cluster_state import ALONE_S, LOOK_S, SILENT_S, WorkerLeases
@@ -38,13 +34,11 @@ def lost_after(signs: list[dict[str, int]], beats: list[dict[str, bytes]]) -> fl
         ([{}], [{"a": b"7 1"}], ALONE_S),
     ],
 )
-def test_a_worker_is_lost_once_neither_it_nor_its_host_gives_a_sign(
-    signs: list[dict[str, int]], beats: list[dict[str, bytes]], after_s: float | None
-) -> None:
+def test_a_worker_is_lost_once_neither_it_nor_its_host_gives_a_sign(signs, beats, after_s):
     assert lost_after(signs, beats) == after_s
 
 
-def test_a_pause_of_the_launcher_is_no_silence_of_workers() -> None:
+def test_a_pause_of_the_launcher_is_no_silence_of_workers():
     leases = WorkerLeases(["a", "b"])
     leases.update({"a": b"7 1"}, {"a": 1, "b": 1}, 0.0)
     assert leases.alive == {"a"}, "b has not reached Redis yet"
@@ -52,7 +46,7 @@ def test_a_pause_of_the_launcher_is_no_silence_of_workers() -> None:
     assert leases.alive == {"a"}
 
 
-def test_a_lost_worker_is_back_with_its_next_sign() -> None:
+def test_a_lost_worker_is_back_with_its_next_sign():
     leases = WorkerLeases(["a"])
     leases.update({"a": b"7 1"}, {}, 0.0)
     at = 0.0

@@ -1,7 +1,5 @@
 """Checkpoints as another host describes them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asdict(repository_of(TARGET, as_folder=True))
 
 
-def test_a_described_checkpoint_is_opened_in_the_parts_cache(
-    told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_described_checkpoint_is_opened_in_the_parts_cache(told, tmp_path):
     repository = described(told, "beta")
     made = Certificate.make()
     server = WeightServer("127.0.0.1", made, lambda file: PartsFile(TARGET / file))
@@ -56,14 +52,12 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     ],
     ids=str,
 )
-def test_a_description_that_leads_out_of_its_folder_is_refused(
-    change: dict[str, Any], told: dict[str, Any]
-) -> None:
+def test_a_description_that_leads_out_of_its_folder_is_refused(change, told):
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told | change, "beta")
 
 
 @pytest.mark.parametrize("told", [None, [], {}, {"files": 3}])
-def test_what_is_no_description_is_one_sentence(told: Any) -> None:
+def test_what_is_no_description_is_one_sentence(told):
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told, "beta")

@@ -1,7 +1,3 @@
-"""What ends a distribution of weights, what it waits for, and what waits for it."""
-
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -52,9 +48,6 @@ def deployment(tmp_path: Path) -> Deployment:
     return decide(compose([f"cluster={file}"]))
 
 
-# --- its end ----------------------------------------------------------------------------------
-
-
 class Peer:
     """A host that answers nothing until it is ended, or during whose answer the user presses
     Ctrl-C."""
@@ -86,7 +79,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hanging")
-def test_the_end_of_a_cluster_stops_a_distribution(deployment: Deployment) -> None:
+def test_the_end_of_a_cluster_stops_a_distribution(deployment):
     over = threading.Event()
     with ThreadPoolExecutor() as pool:
         moved = pool.submit(distribute_weights, deployment, over=over)
@@ -97,17 +90,13 @@ def test_the_end_of_a_cluster_stops_a_distribution(deployment: Deployment) -> No
 
 
 @pytest.mark.usefixtures("hanging")
-def test_a_signal_does_not_wait_for_a_host_that_hangs(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_does_not_wait_for_a_host_that_hangs(deployment, monkeypatch):
     monkeypatch.setattr(Peer, "interrupted", {"alpha"})
     with pytest.raises(KeyboardInterrupt):
         distribute_weights(deployment)
 
 
-def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(monkeypatch):
     monkeypatch.setattr(calls, "SILENCE_S", 0.01)
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as stream, os.fdopen(writer, "wb", buffering=0) as sink:
@@ -121,12 +110,7 @@ def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
         assert [*lines_of(stream)] == [b"x"]
 
 
-# --- a host of another network or version -----------------------------------------------------
-
-
-def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_listens_at_a_name_that_it_alone_can_resolve(monkeypatch):
     monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
     made = Certificate.make()
     listening = WeightHost(lambda count: None).listen("beta.internal", None, asdict(made))
@@ -134,9 +118,7 @@ def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
 
 
 @pytest.mark.parametrize("said", [{"result": True}, {"error": "KeyError"}])
-def test_a_host_that_does_not_tell_its_version_has_another_one(
-    said: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_host_that_does_not_tell_its_version_has_another_one(said, tmp_path):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\nread _\n")
     program.chmod(0o700)
@@ -148,7 +130,7 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
         peer.call("prepare")
 
 
-def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
+def test_what_a_login_script_prints_is_ignored(tmp_path):
     lines = ("Welcome", "3", "{}", json.dumps({"version": own_version()}), '{"result": 7}')
     program = tmp_path / "python"
     said = "".join(f"echo '{each}'\n" for each in lines)
@@ -159,12 +141,7 @@ def test_what_a_login_script_prints_is_ignored(tmp_path: Path) -> None:
         assert peer.call("prepare") == 7
 
 
-# --- hosts that share a folder ----------------------------------------------------------------
-
-
-def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_process_has_fetched_into_the_folder_is_not_fetched(tmp_path, monkeypatch):
     """Of hosts that share a file system, and of starts at once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     whole = resource_dir("demo") / "target"
@@ -192,13 +169,8 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
     assert not entry.whole_bytes
 
 
-# --- epochs that wait for their weights -------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
-    fails: bool, deployment: Deployment, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(fails, deployment, caplog):
     ready, asked = threading.Event(), list[Deployment]()
 
     def distribute(changed: Deployment) -> None:
@@ -212,7 +184,6 @@ def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
         with pytest.raises(WeightsPending):
             moves.plan({"beta/0"})
     ready.set()
-    assert moves._thread is not None
     moves._thread.join(PATIENCE_S)
     assert moves.plan({"beta/0"}) == deployment.assignment(deployment.without({"beta/0"}))
     (changed,) = asked
@@ -224,7 +195,7 @@ def test_an_assignment_waits_for_its_weights_unless_they_cannot_be_moved(
     assert caplog.messages == ["weights of the new layout: no host has them"] * fails
 
 
-def test_nothing_moves_for_too_few_workers_or_on_one_machine(deployment: Deployment) -> None:
+def test_nothing_moves_for_too_few_workers_or_on_one_machine(deployment):
     moves = WeightMoves(deployment, lambda *_, **__: pytest.fail("nothing to move"))
     with pytest.raises(ConfigError):
         moves.plan({"alpha/1", "beta/0", "gamma/0"})

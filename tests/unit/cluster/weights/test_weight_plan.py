@@ -1,7 +1,3 @@
-"""Who sends which blocks to whom."""
-
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 
@@ -72,13 +68,11 @@ def rounds(lacks: Held, holders: Held, *, on_hub: Collection[str] = ()) -> list[
     ],
     ids=["passed on", "busy", "from the hub", "from the hub to one"],
 )
-def test_blocks_are_sent_as_evenly_as_can_be(
-    lacks: Held, holders: Held, on_hub: str, sent: list[dict[str, int]]
-) -> None:
+def test_blocks_are_sent_as_evenly_as_can_be(lacks, holders, on_hub, sent):
     assert rounds(lacks, holders, on_hub=on_hub) == sent
 
 
-def test_a_block_that_no_host_has_names_its_file() -> None:
+def test_a_block_that_no_host_has_names_its_file():
     sentence = r"^b needs bytes of m\.safetensors that no host has; copy it to one of them"
     with pytest.raises(ModelError, match=sentence):
         plan_round({"b": some(1, 2)}, {"a": some(1)}, on_hub=["a"])
@@ -88,9 +82,7 @@ sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(block, st.integ
 
 
 @given(sets, sets)
-def test_every_host_gets_all_that_it_lacks_and_the_hub_sends_nothing_twice(
-    lacks: Held, holders: Held
-) -> None:
+def test_every_host_gets_all_that_it_lacks_and_the_hub_sends_nothing_twice(lacks, holders):
     lacks = {name: blocks - holders.get(name, set()) for name, blocks in lacks.items()}
     found = rounds(lacks, holders, on_hub=HOSTS)
     on_hosts = set[Block]().union(*holders.values())

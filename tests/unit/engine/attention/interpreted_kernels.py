@@ -1,8 +1,6 @@
 """The Triton kernels in Triton's interpreter; `test_triton_backend.py` runs this in a process of
 its own, since Triton decides when it is imported whether it interprets."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,3 @@
-"""The backends against attention as it is defined."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +12,6 @@ from pipespec.engine.attention import sdpa, select
 from pipespec.engine.attention.attention_plan import (
     POOL_TYPES,
     AttentionBackend,
-    AttentionPlan,
     LayerOptions,
     LayerPool,
     packed,
@@ -41,9 +36,7 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     st.sampled_from([1, 2, 4]),
     st.integers(0, 99),
 )
-def test_rows_attend_as_defined_plan_after_plan(
-    name: str, these: list[AttentionPlan], kinds: list[LayerOptions], kv_heads: int, seed: int
-) -> None:
+def test_rows_attend_as_defined_plan_after_plan(name, these, kinds, kv_heads, seed):
     backend = BACKENDS[name]()
     for plan in these:
         backend.prepare(plan)
@@ -56,7 +49,7 @@ def test_rows_attend_as_defined_plan_after_plan(
 
 
 @given(plans(NUM_SLOTS), st.sampled_from([torch.bfloat16, torch.float32]))
-def test_masks_begin_where_cuda_reads_them(plan: AttentionPlan, dtype: torch.dtype) -> None:
+def test_masks_begin_where_cuda_reads_them(plan, dtype):
     """CUDA's kernels read a mask 16 bytes at a time: a misaligned one ended the process."""
     starts: list[int] = []
 
@@ -76,7 +69,7 @@ def test_masks_begin_where_cuda_reads_them(plan: AttentionPlan, dtype: torch.dty
     assert all(start % 16 == 0 for start in starts)
 
 
-def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch):
     monkeypatch.setattr(select, "find_spec", lambda _name: object())
     wrong = select.missing_requirement("flashinfer", "cuda", "float32")
     assert wrong == "it computes in bfloat16 and float16, and the model is in float32"
@@ -84,8 +77,6 @@ def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch: pytest.Monk
     assert select.missing_requirement("flashinfer", "cuda") is None
     assert select.missing_requirement("triton", "cuda", "float32") is None
 
-
-# --- K and V in 8 bits ------------------------------------------------------------------------
 
 # The greatest error relative to the largest number of a head: half a step of the codes, and the
 # rounding of the scale.

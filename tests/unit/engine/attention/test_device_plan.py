@@ -1,7 +1,5 @@
 """Plans in a buffer that stays where it is, and what attends by them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

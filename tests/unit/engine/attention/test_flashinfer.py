@@ -1,7 +1,5 @@
 """Our use of FlashInfer's wrappers: the real ones on a CPU, their kernels replaced by torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec.engine.attention import self_test
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
+from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, Reach
 from tests.helpers.plans import explicit, given_rows, plans
 
 flashinfer = pytest.importorskip("flashinfer", reason="make test-flashinfer installs it")
@@ -85,9 +83,7 @@ def made() -> Any:
     st.sampled_from([None, 1.5]),
     st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
 )
-def test_wrappers_attend_as_defined_plan_after_plan(
-    made: Any, these: list[AttentionPlan], reach: Reach, softcap: float | None, sinks: Tensor | None
-) -> None:
+def test_wrappers_attend_as_defined_plan_after_plan(made, these, reach, softcap, sinks):
     backend = made()
     kinds = [LayerOptions(0.3), LayerOptions(0.3, reach.window, softcap, sinks, reach.chunk)]
     for plan in these:
@@ -102,7 +98,7 @@ def test_wrappers_attend_as_defined_plan_after_plan(
             torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)
 
 
-def test_the_wrappers_prove_themselves(made: Any) -> None:
+def test_the_wrappers_prove_themselves(made):
     pool = LayerPool(torch.zeros(2, KV_HEADS, DIM), torch.zeros(2, KV_HEADS, VALUE_DIM))
     kinds = (LayerOptions(0.3), LayerOptions(0.3, window=60), LayerOptions(0.3, softcap=1.5))
     layers = [self_test.AttentionLayer(HEADS, options, pool) for options in kinds]

@@ -1,7 +1,5 @@
 """What fails its proof does not serve."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

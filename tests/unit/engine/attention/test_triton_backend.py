@@ -1,7 +1,5 @@
 """Triton's kernels: interpreted on every machine, compiled where there is a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

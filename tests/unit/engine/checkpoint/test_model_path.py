@@ -1,7 +1,5 @@
 """Where a model lies, and how a name that leads nowhere is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -23,9 +21,11 @@ def test_a_folder_is_itself(tmp_path):
     assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
 
 
-def test_a_missing_folder(tmp_path):
-    assert "there is no model folder" in _refusal(tmp_path / "nowhere")
-    assert "there is no model folder" in _refusal(str(tmp_path / "nowhere"))
+def test_what_is_no_folder_is_refused(tmp_path):
+    (file := tmp_path / "config.json").touch()
+    assert "is a file" in _refusal(file)
+    for name in (tmp_path / "nowhere", "/" + "x" * 5000, "~no-such-user-at-all/model/here"):
+        assert "there is no model folder" in _refusal(name)
 
 
 def test_a_name_that_no_hub_provides(monkeypatch, tmp_path):
@@ -50,17 +50,6 @@ def test_a_config_on_a_hub_that_cannot_be_asked_is_refused_after_two_tries(monke
     (config := root / "snapshots" / commit / "config.json").parent.mkdir(parents=True)
     config.touch()
     assert resolve_config("org/model") == config  # the copy is used
-
-
-def test_a_file_in_place_of_a_folder(tmp_path):
-    file = tmp_path / "config.json"
-    file.touch()
-    assert "is a file" in _refusal(file)
-
-
-def test_a_name_that_no_file_can_have():
-    assert "there is no model folder" in _refusal("/" + "x" * 5000)
-    assert "there is no model folder" in _refusal("~no-such-user-at-all/model/here")
 
 
 @pytest.mark.parametrize("names", [["m.gguf"], [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]])

@@ -1,7 +1,3 @@
-"""Which parts of a checkpoint a slice needs."""
-
-from __future__ import annotations
-
 from pipespec.engine.formats.slice_tensors import described, parts_of
 
 

@@ -1,7 +1,5 @@
 """Tokenizers without Transformers: the ids, texts and chats that Transformers makes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ OURS = tokenizer.load(DEMO / "target")
 
 
 @given(st.text(max_size=60), st.booleans())
-def test_ids_and_texts_are_those_of_transformers(text: str, special: bool) -> None:
+def test_ids_and_texts_are_those_of_transformers(text, special):
     ids = OURS.encode(text, add_special_tokens=special)
     assert ids == THEIRS.encode(text, add_special_tokens=special)
     for skip in (True, False):
@@ -34,7 +32,7 @@ def test_ids_and_texts_are_those_of_transformers(text: str, special: bool) -> No
     assert [OURS.convert_ids_to_tokens(i) for i in ids] == THEIRS.convert_ids_to_tokens(ids)
 
 
-def test_the_vocabulary_is_that_of_transformers_and_an_id_without_token_is_none() -> None:
+def test_the_vocabulary_is_that_of_transformers_and_an_id_without_token_is_none():
     assert OURS.get_vocab() == THEIRS.get_vocab()
     beyond = max(THEIRS.get_vocab().values()) + 1
     assert OURS.convert_ids_to_tokens(beyond) is None
@@ -54,7 +52,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("prompt", ["Hello", "a <b> & 'c' é"])
-def test_a_chat_reads_as_with_transformers(template: str, prompt: str) -> None:
+def test_a_chat_reads_as_with_transformers(template, prompt):
     messages = [{"role": "user", "content": prompt}]
     expected = THEIRS.apply_chat_template(
         messages, chat_template=template, add_generation_prompt=True, tokenize=False
@@ -63,12 +61,12 @@ def test_a_chat_reads_as_with_transformers(template: str, prompt: str) -> None:
     assert found == expected
 
 
-def test_a_template_can_refuse() -> None:
+def test_a_template_can_refuse():
     with pytest.raises(Exception, match="only for poets"):
         OURS.apply_chat_template([], chat_template="{{ raise_exception('only for poets') }}")
 
 
-def test_the_second_reading_needs_no_transformers(model: Path) -> None:
+def test_the_second_reading_needs_no_transformers(model):
     """Nor torch; a changed file is read anew."""
     tokenizer.load(model)
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -87,9 +85,6 @@ def test_the_second_reading_needs_no_transformers(model: Path) -> None:
     assert told.stdout.splitlines() == ["{{ 'changed' }}", ""]
 
 
-# --- what is refused --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
@@ -104,9 +99,7 @@ def refusal(model: Path) -> str:
 
 
 @pytest.mark.parametrize("keep", [(), ("tokenizer_config.json",)])
-def test_a_folder_without_tokenizer_names_what_is_missing(
-    model: Path, keep: tuple[str, ...]
-) -> None:
+def test_a_folder_without_tokenizer_names_what_is_missing(model, keep):
     for name in {"tokenizer.json", "tokenizer_config.json"} - set(keep):
         (model / name).unlink()
     assert "holds no tokenizer: tokenizer.json, or" in refusal(model)
@@ -119,14 +112,14 @@ NONE = (b"", b"\xff\xfe\x00", b"{}", b"[]", b"null", b'{"added_tokens": []}', b'
 
 
 @pytest.mark.parametrize("content", [*NONE, WHOLE[: len(WHOLE) // 2]])
-def test_a_tokenizer_that_is_none(model: Path, content: bytes) -> None:
+def test_a_tokenizer_that_is_none(model, content):
     (model / "tokenizer.json").write_bytes(content)
     assert "cannot be used" in refusal(model)
     with pytest.raises(ModelError, match="cannot be used"):  # before Transformers is imported
         open_files(model).require_tokenizer()
 
 
-def test_a_tokenizer_without_tokens(model: Path) -> None:
+def test_a_tokenizer_without_tokens(model):
     content = json.loads((model / "tokenizer.json").read_text())
     content["model"] |= {"vocab": {}, "merges": []}
     content["added_tokens"] = []
@@ -134,7 +127,7 @@ def test_a_tokenizer_without_tokens(model: Path) -> None:
     assert "it has no tokens" in refusal(model)
 
 
-def test_a_tokenizer_that_is_none_of_the_package_tokenizers_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_none_of_the_package_tokenizers_is_refused(tmp_path):
     ByT5Tokenizer().save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").touch()
     assert "ByT5Tokenizer is none of the package tokenizers" in refusal(tmp_path)

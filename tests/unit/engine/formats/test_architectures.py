@@ -1,8 +1,3 @@
-"""Every causal type of the installed Transformers decodes, or is refused with a reason; the text
-part of multimodal checkpoints."""
-
-from __future__ import annotations
-
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

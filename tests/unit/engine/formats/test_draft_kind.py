@@ -1,7 +1,5 @@
 """What a folder is that somebody takes for a draft, by configs as the projects publish them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

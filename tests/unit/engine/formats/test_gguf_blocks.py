@@ -1,7 +1,5 @@
 """Blocks of GGUF files beside the reader of the package gguf."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Reading GGUF files, and headers that claim more than the file holds."""
 
-from __future__ import annotations
-
 import struct
 import time
 import tracemalloc
@@ -9,13 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import (
-    GGMLQuantizationType,
-    GGUFEndian,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-)
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
 from pipespec.engine.formats.gguf_file import MOST_ELEMENTS, GgufFile
 from pipespec.engine.inspection.inspection import inspect
@@ -112,9 +104,7 @@ def test_every_file_that_was_cut_short_is_refused(tmp_path):
         (b"token_embd.weight", 24, "Q", CLAIM, "token_embd.weight claims"),
     ],
 )
-def test_a_claim_beyond_the_size_of_the_file_is_refused_at_once(
-    tmp_path, after, skip, form, value, why
-):
+def test_a_claim_beyond_the_files_size_is_refused_at_once(tmp_path, after, skip, form, value, why):
     path = write(tmp_path / "model.gguf")
     data = bytearray(path.read_bytes())
     struct.pack_into("<" + form, data, data.index(after) + len(after) + skip, value)

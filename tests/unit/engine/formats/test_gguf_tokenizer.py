@@ -1,7 +1,5 @@
 """How text becomes tokens with the tokenizers in GGUF files; llama.cpp itself is the oracle."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping
@@ -26,9 +24,6 @@ OTHERS_SHARE = 10
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<s>", "<x>", "<unk>", "<|user|>", "<think>"]
 TYPES = [3, 3, 2, 3, 4]
-
-
-# --- against llama.cpp ------------------------------------------------------------------------
 
 
 def learn(*, raw: bool) -> dict[str, Any]:
@@ -102,6 +97,7 @@ def test_text_becomes_the_tokens_of_llama_cpp(tmp_path, learnt, texts, name):
     agree(tmp_path, learnt[split.raw] | {"pre": name}, some)
 
 
+@pytest.mark.slow
 def test_the_texts_tell_all_splits_apart(learnt):
     dice = random.Random(2)
     joined = "\n".join(mixed_text(dice) for _ in range(NUM_APART))
@@ -179,9 +175,6 @@ def test_texts_end_at_the_tokens_of_llama_cpp(tmp_path, learnt, tokens, named, e
     assert found == llama_cpp.Vocabulary(llama_cpp.write(tmp_path / "it.gguf", fields)).ends
     # Those that are known by their texts are tokens wherever they are, of whatever type.
     agree(tmp_path, fields, [f"a{token} b" for token in tokens])
-
-
-# --- the rest ---------------------------------------------------------------------------------
 
 
 def test_special_tokens_keep_their_ids():

@@ -1,7 +1,5 @@
 """Headers of checkpoints with packed matrices, once unpacked, and their zero points."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

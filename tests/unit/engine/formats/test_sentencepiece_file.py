@@ -1,7 +1,5 @@
 """How text becomes tokens with a SentencePiece model alone; SentencePiece itself is the oracle."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -124,9 +122,7 @@ def test_special_tokens_and_the_beginning_are_those_of_the_settings(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_built_exactly_is_refused_in_one_sentence(
-    tmp_path, options, settings, clause
-):
+def test_what_cannot_be_built_exactly_is_refused_in_a_sentence(tmp_path, options, settings, clause):
     with pytest.raises(ModelError) as caught:
         tokenizer.load(folder(tmp_path, trained(**options), **settings))
     assert clause in str(caught.value) and "\n" not in str(caught.value)

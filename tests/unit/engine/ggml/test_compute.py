@@ -1,7 +1,5 @@
 """Products with ggml's types, and how many threads compute them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A slice that is recorded and replayed, with a stand-in for CUDA's graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

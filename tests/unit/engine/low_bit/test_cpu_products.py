@@ -1,7 +1,5 @@
 """Linear layers that compute few rows in the fastest of several ways."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

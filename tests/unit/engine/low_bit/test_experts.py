@@ -1,7 +1,5 @@
 """The experts of a mixture: the loop over them against Transformers' own, and by ggml."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,4 @@
-"""Layers whose weights stay in blocks, beside the dequantised weights; and products in blocks of
-rows: a row is the same in every batch."""
-
-from __future__ import annotations
+"""Layers whose weights stay in blocks, beside the dequantised weights."""
 
 import pytest
 import torch

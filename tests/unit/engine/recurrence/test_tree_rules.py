@@ -1,7 +1,5 @@
 """Scores of a tree's rows and their ancestors, beside double precision."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""The outputs of tapped layers, which a draft head reads: of all slices, and of rows of a tree
-those of their path."""
-
-from __future__ import annotations
+"""The outputs of tapped layers, which a draft head reads."""
 
 from itertools import pairwise
 from pathlib import Path

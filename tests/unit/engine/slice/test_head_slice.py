@@ -1,7 +1,4 @@
-"""Draft heads compute what their trainers' code does: EAGLE-3 by plain torch here, MTP layers by
-Transformers' own classes."""
-
-from __future__ import annotations
+"""Draft heads compute what their trainers' code does."""
 
 from pathlib import Path
 
@@ -35,9 +32,6 @@ def computed(head: HeadSlice, features: Tensor) -> tuple[Tensor, Tensor]:
     slots = np.arange(count)
     found = head.forward(joined, torch.arange(count), causal_plan(slots[:0], slots))
     return head.logits(found), found
-
-
-# --- EAGLE-3 ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +77,6 @@ def test_layers_that_a_head_reads_are_those_of_its_config(tmp_path, config, taps
     folder = heads.write_eagle3(tmp_path / "head", target, layers=taps, **config)
     info = inspect_head(folder, inspect(target))
     assert info.head is not None and info.head.taps == taps
-
-
-# --- MTP -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", MTP)

@@ -1,5 +1,3 @@
-"""Which sequences fail where there is no memory for a batch."""
-
 import numpy as np
 import pytest
 import torch

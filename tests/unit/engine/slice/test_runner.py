@@ -171,21 +171,6 @@ def test_requests_of_one_batch_compute_what_each_does_alone(model):
     assert stage.slots.num_free == NUM_SLOTS
 
 
-def test_a_plan_reads_the_text_where_it_lies(model):
-    """A step copies nothing that grows with the context, and a lone root has no mask at all."""
-    askers = [Asker(1, 40), Asker(2, 7)]
-    _, stage = _decode(model, askers)
-    stage.apply([Verdict(1, 42, (5,)), Verdict(2, 9, (5,))])
-    roots = [Tree(9000, 8000, 5, len(a.text.tokens) + 2, fed=False) for a in askers]
-    rows = [root.rows(number, [ROOT]) for number, root in enumerate(roots, start=1)]
-    plan = stage._plan(*stage._admit(Batch(4, np.concatenate(rows))))
-    assert plan is not None
-    assert all(np.shares_memory(each.prefix, stage.pages.slots) for each in plan.segments)
-    assert [len(segment.prefix) for segment in plan.segments] == [43, 10]
-    assert [segment.prefix[-1] for segment in plan.segments] == plan.write.tolist()
-    assert not any(each.tree.size or each.mask.size for each in plan.segments)
-
-
 def test_one_product_with_the_head_decides_for_all_requests(model):
     stage = SliceRunner(model, NUM_SLOTS)
     askers = [Asker(request, length) for request, length in ((1, 5), (2, 9), (3, 1))]

@@ -1,7 +1,3 @@
-"""Which of the ways to compute a slice is chosen, and what a compiler makes of one."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +35,7 @@ def says(model: ModelSlice) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("static_ms", "best"), [(1.0, "static"), (3.0, "sdpa")])
-def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> None:
+def test_the_fastest_way_is_taken(folder, static_ms, best):
     model = loaded(folder)
     before = says(model)
     seen = []
@@ -56,9 +52,7 @@ def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> 
 
 
 @pytest.mark.parametrize(("static_ms", "told"), [(1.0, 1), (3.0, 0)])
-def test_refusals_of_slower_backends_are_not_reported(
-    folder: Path, static_ms: float, told: int
-) -> None:
+def test_refusals_of_slower_backends_are_not_reported(folder, static_ms, told):
     def fails(_: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         raise RuntimeError("no graphs here")
 
@@ -68,7 +62,7 @@ def test_refusals_of_slower_backends_are_not_reported(
     assert ["no graphs here" in each for each in model.refused] == [False, *[True] * told]
 
 
-def test_what_fails_its_proof_is_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_its_proof_is_not_timed(folder, monkeypatch):
     monkeypatch.setattr(TorchBackend, "attend", lambda self, query, *_: torch.zeros_like(query))
     model = loaded(folder)
     autotune(model, [8], stand_in, lambda model: 1.0 if model.attention == "sdpa" else 0.1)
@@ -85,7 +79,7 @@ def compile_by(make: Callable[..., object], folder: Path) -> ModelSlice:
 
 
 @pytest.mark.long
-def test_a_compiled_slice_says_the_same(folder: Path) -> None:
+def test_a_compiled_slice_says_the_same(folder):
     used = []
 
     def make(graph: torch.fx.GraphModule) -> Callable[..., object]:
@@ -99,7 +93,7 @@ def test_a_compiled_slice_says_the_same(folder: Path) -> None:
     assert len(used) == before + 1
 
 
-def test_what_a_compiler_gets_wrong_or_refuses_is_computed_without_it(folder: Path) -> None:
+def test_what_a_compiler_gets_wrong_or_refuses_is_computed_without_it(folder):
     def wrong(graph: torch.fx.GraphModule) -> Callable[..., object]:
         return lambda *inputs: [1.01 * out for out in graph.forward(*inputs)]
 
@@ -115,7 +109,7 @@ def test_what_a_compiler_gets_wrong_or_refuses_is_computed_without_it(folder: Pa
 
 
 @pytest.mark.long
-def test_inductor_compiles_a_slice(folder: Path) -> None:
+def test_inductor_compiles_a_slice(folder):
     torch.compiler.reset()
     model = loaded(folder)
     expected = says(model)
@@ -125,7 +119,7 @@ def test_inductor_compiles_a_slice(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> None:
+def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder):
     model = loaded(folder, "cuda")
     before = says(model)
     autotune(model, [64])
@@ -134,9 +128,7 @@ def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> N
 
 
 @torch.inference_mode()
-def test_few_weights_are_one_graph_by_one_thread_whose_rows_are_the_same_in_every_batch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_weights_are_one_graph_whose_rows_are_the_same_in_every_batch(folder, monkeypatch):
     model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, dtype=torch.float32)
     before = says(model)
     used = []
@@ -163,9 +155,7 @@ def test_few_weights_are_one_graph_by_one_thread_whose_rows_are_the_same_in_ever
     assert torch.equal(torch.cat([rows(i, i + 1) for i in range(4)]), rows(0, 4))
 
 
-def test_without_ggml_few_weights_are_computed_as_they_are(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ggml_few_weights_are_computed_as_they_are(folder, monkeypatch):
     monkeypatch.setattr(library, "load", lambda: None)
     model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, dtype=torch.float32)
     use_fastest_products(model)

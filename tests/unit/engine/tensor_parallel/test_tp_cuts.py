@@ -1,7 +1,3 @@
-"""Which part of each tensor a tensor-parallel member has."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,3 @@
-"""What a benchmark's figures mean, from given times of tokens."""
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to decode: how they are read, what a cluster for all of them needs, what is said of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +16,6 @@ from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
 from pipespec.placement.measurements import draft_slots
 from tests.helpers.figures import result
-
-# --- what is asked ----------------------------------------------------------------------------
 
 
 def test_policies_are_listed_with_commas_and_have_settings_of_their_own() -> None:
@@ -58,9 +54,6 @@ def test_every_way_is_checked(policy: str, part: str) -> None:
     with pytest.raises(ConfigError) as refused:
         composed(["scheduler.max_num_batched_tokens=64"], ["policy=root", policy])
     assert part in str(refused.value)
-
-
-# --- the cluster for all ----------------------------------------------------------------------
 
 
 def test_the_cluster_is_made_for_the_most_that_any_way_needs() -> None:
@@ -104,9 +97,6 @@ def test_the_log_keeps_the_way_of_a_request_and_knows_older_requests() -> None:
     assert unpack_request(7, unpack_shared(shared.encode()), own.encode()) == request
     old = unpack_shared(shared.replace(',"policy":"policy=level policy.width=4"', "").encode())
     assert unpack_request(7, old, own.encode()) == replace(request, policy="")
-
-
-# --- what is said -----------------------------------------------------------------------------
 
 
 def test_figures_are_beside_those_of_the_first_way() -> None:

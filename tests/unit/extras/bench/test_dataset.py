@@ -1,7 +1,5 @@
 """A data set is read whole and in order; what is wrong with it is one sentence with its place."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
@@ -24,13 +22,13 @@ def write(file: Path, *lines: str) -> Path:
     return file
 
 
-def test_a_file_is_read_in_order_and_other_keys_are_ignored(tmp_path: Path) -> None:
+def test_a_file_is_read_in_order_and_other_keys_are_ignored(tmp_path):
     file = write(tmp_path / "a.jsonl", line(1, reference="Because."), "", line(2))
     assert load(file) == [Sample("q1", "quiz", "Why 1?"), Sample("q2", "quiz", "Why 2?")]
     assert load(str(file)) == load(file)
 
 
-def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line(tmp_path: Path) -> None:
+def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line(tmp_path):
     text = "one\u2028two\u0085three"
     item = {"id": "q", "benchmark": "quiz", "prompt": text}
     file = write(tmp_path / "a.jsonl", json.dumps(item, ensure_ascii=False))
@@ -40,9 +38,7 @@ def test_a_text_may_hold_what_unicode_calls_the_end_of_a_line(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("limit", "chosen"), [(1, [0]), (2, [0, 4]), (4, [0, 2, 4, 6]), (8, range(8)), (99, range(8))]
 )
-def test_a_limit_takes_at_equal_distances_of_the_files_of_a_folder(
-    tmp_path: Path, limit: int, chosen: list[int]
-) -> None:
+def test_a_limit_takes_at_equal_distances_of_the_files_of_a_folder(tmp_path, limit, chosen):
     write(tmp_path / "b.jsonl", *map(line, range(4, 8)))
     write(tmp_path / "a.jsonl", *map(line, range(4)))
     write(tmp_path / "notes.txt", "no data")
@@ -62,7 +58,7 @@ def test_a_limit_takes_at_equal_distances_of_the_files_of_a_folder(
         (line(9, prompt="\ud800"), "'prompt' holds half a character"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, bad: str, part: str) -> None:
+def test_a_bad_line_is_named(tmp_path, bad, part):
     file = write(tmp_path / "a.jsonl", line(1), bad)
     with pytest.raises(ConfigError) as refused:
         load(file)
@@ -71,7 +67,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, part: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_an_id_is_given_once(tmp_path: Path) -> None:
+def test_an_id_is_given_once(tmp_path):
     first = write(tmp_path / "a.jsonl", line(1))
     again = write(tmp_path / "b.jsonl", line(2), line(1))
     with pytest.raises(ConfigError) as refused:
@@ -80,7 +76,7 @@ def test_an_id_is_given_once(tmp_path: Path) -> None:
     assert f"{first}, line 1" in str(refused.value)
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_data_set_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(tmp_path / "absent.jsonl")
     with pytest.raises(ConfigError, match=r"holds no file \*\.jsonl"):
@@ -96,7 +92,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SHIPPED.is_dir(), reason="only a checkout has benchmarks/")
-def test_the_shipped_data_set_is_whole_and_a_limit_takes_of_every_benchmark() -> None:
+def test_the_shipped_data_set_is_whole_and_a_limit_takes_of_every_benchmark():
     samples = load(SHIPPED)
     assert len(samples) == 320
     names = {sample.benchmark for sample in samples}
@@ -104,21 +100,18 @@ def test_the_shipped_data_set_is_whole_and_a_limit_takes_of_every_benchmark() ->
     assert len(names) == 4
 
 
-# --- when they are handed in --------------------------------------------------------------------
-
-
-def test_without_a_rate_all_are_due_at_once() -> None:
+def test_without_a_rate_all_are_due_at_once():
     assert Load(None).due_s(3) == [0, 0, 0]
 
 
-def test_a_rate_is_exact_over_all_requests() -> None:
+def test_a_rate_is_exact_over_all_requests():
     due = Load(None, 4.0).due_s(50)
     assert due == sorted(due)
     assert due[0] > 0
     assert due[-1] == pytest.approx(50 / 4)
 
 
-def test_gaps_are_those_of_a_poisson_process() -> None:
+def test_gaps_are_those_of_a_poisson_process():
     due = Load(None, 5.0).due_s(20_000)
     gaps = [b - a for a, b in pairwise(due)]
     mean = sum(gaps) / len(gaps)
@@ -136,7 +129,7 @@ def test_gaps_are_those_of_a_poisson_process() -> None:
         ({"request_rate": 2.5, "concurrency": 8}, (8, 2.5)),
     ],
 )
-def test_one_at_a_time_unless_more_is_said(given, meant) -> None:
+def test_one_at_a_time_unless_more_is_said(given, meant):
     load = Load.of(**given)
     assert (load.concurrency, load.request_rate) == meant
 
@@ -151,6 +144,6 @@ def test_one_at_a_time_unless_more_is_said(given, meant) -> None:
         ({"request_rate": -math.inf}, "1000000000, or inf"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(given, part: str) -> None:
+def test_a_load_that_cannot_be_is_refused(given, part):
     with pytest.raises(ConfigError, match=part):
         Load.of(**given)

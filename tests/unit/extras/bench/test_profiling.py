@@ -1,7 +1,3 @@
-"""What `pipespec bench --profile` can measure."""
-
-from __future__ import annotations
-
 import pytest
 
 from pipespec.config.compose import compose

@@ -1,11 +1,9 @@
 """In which order a benchmark hands requests in and reads them, with a client that needs no time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -47,7 +45,7 @@ class StoryClient:
         return number
 
     @contextmanager
-    def follow(self) -> Iterator[StoryClient]:
+    def follow(self) -> Iterator[Self]:
         yield self
 
     def next(self, timeout: float | None) -> list[tuple[int, Accepted | Finished]]:

@@ -1,7 +1,5 @@
 """What `pipespec bench --policies` refuses before anything starts, and how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -25,12 +23,7 @@ POLICIES = ("--policies", "root,level")
         (["--policies", "root,level policy.width=-1"], "policy.width is -1"),
     ],
 )
-def test_a_comparison_that_cannot_be_is_refused_before_anything_starts(
-    arguments: list[str],
-    part: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_comparison_that_cannot_be_is_refused_at_once(arguments, part, monkeypatch, capsys):
     def none(*_: object, **__: object) -> None:
         raise AssertionError("an agent was started")
 
@@ -52,14 +45,8 @@ def test_a_comparison_that_cannot_be_is_refused_before_anything_starts(
     ],
 )
 def test_texts_that_differ_are_an_error_unless_the_verifier_is_lossy(
-    as_json: bool,
-    labels: dict[str, bool],
-    other: list[int],
-    code: int,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    as_json, labels, other, code, told, monkeypatch, capsys
+):
     done = Comparison({"policy=root": result([1, 2, 3]), "policy=level": result(other)})
     monkeypatch.setattr(Comparison, "labels", LABELS | labels)
     monkeypatch.setattr(bench, "compare", lambda *_, **__: done)

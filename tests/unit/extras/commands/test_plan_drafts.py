@@ -1,7 +1,3 @@
-"""`pipespec plan --drafts`: what could draft for a target."""
-
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -55,8 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["plan", "--drafts", *arguments, *TIMES, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    return json.loads(capsys.readouterr().out)
 
 
 def test_models_at_hand_are_compared_with_suffixes(models, capsys):

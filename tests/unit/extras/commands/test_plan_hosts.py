@@ -1,7 +1,5 @@
 """What `pipespec plan HOSTS.yaml` makes of figures that were measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,20 +57,17 @@ def partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def divisions(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(text)["divisions"]
-    return found
+    return json.loads(text)["divisions"]
 
 
 @pytest.mark.parametrize("more", ["draft: a/0", "spares: 1"])
-def test_a_worker_needs_figures_of_what_it_may_become_alone(more: str, partition: Any) -> None:
+def test_a_worker_needs_figures_of_what_it_may_become_alone(more, partition):
     first = {"draft: a/0": {"draft": DRAFT}, "spares: 1": BOTH}[more]
     of_devices = [first, BOTH, {"stage": STAGE}]
     assert partition(devices="[cpu, cpu, cpu]", of_devices=of_devices, more=more) == 0
 
 
-def test_a_division_has_the_time_of_one_round_and_of_its_slowest_stage(
-    partition: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_division_has_the_time_of_one_round_and_of_its_slowest_stage(partition, capsys):
     of_all = {"devices": "[cpu, cpu, cpu]", "of_devices": [BOTH] * 3}
     assert partition("--groups", "--tokens", "20", "--json", "proposer.rounds=3", **of_all) == 0
     found = divisions(capsys.readouterr().out)
@@ -90,13 +85,7 @@ def test_a_division_has_the_time_of_one_round_and_of_its_slowest_stage(
         (WHOLE, WHOLE, {(1, 1)}),
     ],
 )
-def test_models_that_cannot_be_divided_get_no_group(
-    target: dict[str, Any],
-    draft: dict[str, Any],
-    sizes: set[tuple[int, int]],
-    partition: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_models_that_cannot_be_divided_get_no_group(target, draft, sizes, partition, capsys):
     of_all = {"devices": "[cpu, cpu, cpu]", "of_devices": [BOTH] * 3}
     asked = {**of_all, "target": target, "draft": draft}
     assert partition("--groups", "--tokens", "20", "--json", **asked) == 0
@@ -108,9 +97,7 @@ def test_models_that_cannot_be_divided_get_no_group(
     assert ("the draft together" in said) == bool(draft)
 
 
-def test_what_the_hosts_file_says_is_not_divided_anew(
-    partition: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_hosts_file_says_is_not_divided_anew(partition, capsys):
     asked = {"devices": "[cpu, cpu]", "of_devices": [BOTH] * 2, "more": "draft: a/1"}
     assert partition("--groups", "--tokens", "20", **asked) == 2
     assert "says already (draft)" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """`pipespec doctor --gpu`: its parts, on a CPU, and what it says of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -16,7 +14,7 @@ from pipespec.extras.device_check import correctness
 CPU = torch.device("cpu")
 
 
-def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch):
     expected = {"kinds": {"int4": None, "fp8": None}, "wrong": []}
     assert correctness.packed_weights(CPU) == expected
     right = DequantisedLinear.product
@@ -26,7 +24,7 @@ def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.Mon
     assert wrong.startswith("fp8: its error is ")
 
 
-def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_attention_is_found(monkeypatch):
     monkeypatch.setattr(correctness, "BACKENDS", ("static", "triton"))
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32,))
     monkeypatch.setattr(correctness, "SHAPES", correctness.SHAPES[1:2])
@@ -42,7 +40,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
     assert wrong.startswith("static, float32, 32/8 heads of 64 sinks: its error is ")
 
 
-def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch):
+def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch):
     def missing(name: str, _device: str, dtype: str | None = None) -> str | None:
         return f"{name} lacks {dtype}" if dtype == "float16" else None
 
@@ -62,16 +60,12 @@ def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch
         (["--gpu", "tpu"], "--gpu must be cpu, cuda or cuda:N, not 'tpu'."),
     ],
 )
-def test_wrong_devices_are_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_devices_are_one_sentence(arguments, sentence, capsys):
     assert main(["doctor", *arguments]) != 0
     assert sentence in capsys.readouterr().err
 
 
-def test_part_that_fails_or_finds_a_fault_is_a_problem_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_part_that_fails_or_finds_a_fault_is_a_problem_and_the_others_run(monkeypatch, capsys):
     def fails(_device: torch.device) -> dict[str, Any]:
         raise RuntimeError("no kernel\nimage")
 
@@ -93,7 +87,7 @@ def test_part_that_fails_or_finds_a_fault_is_a_problem_and_the_others_run(
 
 @pytest.mark.long
 @pytest.mark.timeout(700)
-def test_all_parts_run_on_a_cpu(capsys: pytest.CaptureFixture[str]):
+def test_all_parts_run_on_a_cpu(capsys):
     assert main(["doctor", "--gpu", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and set(found["gpu"]["parts"]) == set(correctness.PARTS)

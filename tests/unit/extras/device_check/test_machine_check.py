@@ -1,7 +1,5 @@
 """What `pipespec doctor` finds on this machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

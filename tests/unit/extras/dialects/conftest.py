@@ -1,7 +1,5 @@
 """The server that these tests ask."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipespec.client.model_info import ModelInfo

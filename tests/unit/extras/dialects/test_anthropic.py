@@ -1,7 +1,5 @@
 """Anthropic's /v1/messages: what requests become, and replies that Anthropic's package accepts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -59,10 +57,7 @@ def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Me
     return Message.model_validate(dialects.whole_of(shape, answer), strict=True, extra="forbid")
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
-def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
+def test_conversation_with_tools_becomes_a_chat(preparer):
     cached = {"cache_control": {"type": "ephemeral"}}
     used = {"id": "a", "name": "get_weather", "input": {"city": "Bern"}}
     spoken = [
@@ -116,12 +111,12 @@ def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
         ),
     ],
 )
-def test_tool_choice_is_translated(choice: Any, ours: Any, parallel: bool) -> None:
+def test_tool_choice_is_translated(choice, ours, parallel):
     made = fields(tools=[TOOL], tool_choice=choice)
     assert (made["tool_choice"], made["parallel_tool_calls"]) == (ours, parallel)
 
 
-def test_fields_reach_the_request(preparer: Preparer) -> None:
+def test_fields_reach_the_request(preparer):
     body = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["x"], "seed": 7}
     body |= {"metadata": {"user_id": "me"}, "service_tier": "auto", "stream": True}
     body |= {"min_p": 0.1}
@@ -139,7 +134,7 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
     assert fields(output_config={"effort": "max"})["reasoning_effort"] == "max"
 
 
-def test_count_of_tokens_is_the_length_of_the_prompt(preparer: Preparer) -> None:
+def test_count_of_tokens_is_the_length_of_the_prompt(preparer):
     body = {"model": "demo", "messages": HELLO, "system": "Be brief.", "tools": [TOOL]}
     reply = preparer.prepare(f"{PATH}/count_tokens", json.dumps(body).encode())
     assert isinstance(reply, bytes)
@@ -147,12 +142,7 @@ def test_count_of_tokens_is_the_length_of_the_prompt(preparer: Preparer) -> None
     assert json.loads(reply) == {"input_tokens": len(request.parsed.prompts[0])}
 
 
-# --- replies ----------------------------------------------------------------------------------
-
-
-def test_stream_of_text_has_the_events_that_the_package_expects(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_stream_of_text_has_the_events_that_the_package_expects(served, preparer):
     answer = dialects.deltas('Say "é"\n')
     made = events(served, preparer, answer)
     kinds = [event.type for event in made]
@@ -172,7 +162,7 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage.input_tokens == len(request.parsed.prompts[0]) - 3
 
 
-def test_reasoning_and_calls_are_blocks_of_their_own(thinking: ModelInfo) -> None:
+def test_reasoning_and_calls_are_blocks_of_their_own(thinking):
     preparer, kinds = dialects.preparer(thinking), ["thinking", "text", "tool_use", "tool_use"]
     answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
     streamed = message(events(thinking, preparer, answer, tools=[TOOL]))
@@ -199,18 +189,14 @@ def test_reasoning_and_calls_are_blocks_of_their_own(thinking: ModelInfo) -> Non
         ),
     ],
 )
-def test_arguments_that_are_no_object_are_not_lost(
-    served: ModelInfo, preparer: Preparer, text: str, input_: Any
-) -> None:
+def test_arguments_that_are_no_object_are_not_lost(served, preparer, text, input_):
     answer = dialects.deltas(text, reason="length")
     streamed = message(events(served, preparer, answer, tools=[TOOL]))
     for told in (whole(served, preparer, answer, tools=[TOOL]), streamed):
         assert told.content[0].input == input_  # type: ignore[union-attr]
 
 
-def test_arguments_arrive_in_pieces_where_a_grammar_holds(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_arguments_arrive_in_pieces_where_a_grammar_holds(served, preparer):
     choice = {"type": "tool", "name": "get_weather"}
     answer = dialects.deltas('[{"name":"get_weather","arguments":{"city":"Bern"}}]')
     made = events(served, preparer, answer, tools=[TOOL], tool_choice=choice)
@@ -222,7 +208,7 @@ def test_arguments_arrive_in_pieces_where_a_grammar_holds(
         assert each.stop_reason == "tool_use"
 
 
-def test_names_of_tools_may_be_as_long_as_anthropics(preparer: Preparer) -> None:
+def test_names_of_tools_may_be_as_long_as_anthropics(preparer):
     assert dialects.prepared(preparer, PATH, ASKED | {"tools": [TOOL | {"name": "x" * 128}]})
     with pytest.raises(ApiError, match="name"):
         dialects.prepared(preparer, PATH, ASKED | {"tools": [TOOL | {"name": "x" * 129}]})
@@ -237,21 +223,17 @@ def test_names_of_tools_may_be_as_long_as_anthropics(preparer: Preparer) -> None
         ("length", None, 10**6, "model_context_window_exceeded"),
     ],
 )
-def test_reason_of_the_end_is_anthropics(
-    served: ModelInfo, preparer: Preparer, reason: str, stop: str | None, asked: int, told: str
-) -> None:
+def test_reason_of_the_end_is_anthropics(served, preparer, reason, stop, asked, told):
     answer = dialects.deltas("Hi", reason=reason, stop=stop)
     streamed = message(events(served, preparer, answer, max_tokens=asked))
     assert (streamed.stop_reason, streamed.stop_sequence) == (told, stop)
 
 
-def test_empty_answer_has_no_blocks(served: ModelInfo, preparer: Preparer) -> None:
+def test_empty_answer_has_no_blocks(served, preparer):
     assert message(events(served, preparer, dialects.deltas(""))).content == []
 
 
-def test_failure_of_a_stream_is_an_event_that_the_package_raises(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_failure_of_a_stream_is_an_event_that_the_package_raises(served, preparer):
     shape = dialects.shape_of(served, preparer, PATH, ASKED)
     (event,) = SSEDecoder().iter_bytes(iter(shape.failed(ApiError(503, "It is away."))))
     assert event.event == "error"

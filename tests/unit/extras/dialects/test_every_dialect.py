@@ -1,7 +1,5 @@
 """What holds for every dialect: its package's fields are known, and refusals name the client's."""
 
-from __future__ import annotations
-
 import json
 import typing
 from typing import Any
@@ -16,7 +14,6 @@ from pipespec.extras.dialects import ollama
 from pipespec.extras.dialects.ollama import OllamaOptions
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialect import body_routes, error_reply
-from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 
 MESSAGES, RESPONSES, CHAT, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
@@ -61,7 +58,7 @@ IGNORED = {
         ("options", Options),
     ],
 )
-def test_every_field_of_the_package_is_in_one_table(path: str, sent: Any) -> None:
+def test_every_field_of_the_package_is_in_one_table(path, sent):
     if path == "options":
         known, refused = {*OllamaOptions.model_fields}, {*ollama.REFUSED_OPTIONS}
     else:
@@ -140,9 +137,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     [(path, *row) for path, rows in WRONG.items() for row in rows],
     ids=str,
 )
-def test_wrong_field_is_named_as_the_client_knows_it(
-    preparer: Preparer, path: str, body: dict[str, Any], param: str, said: str
-) -> None:
+def test_wrong_field_is_named_as_the_client_knows_it(preparer, path, body, param, said):
     with pytest.raises(ApiError, match=said) as refused:
         dialects.prepared(preparer, path, ASKED[path] | body)
     assert refused.value.param.startswith(param)

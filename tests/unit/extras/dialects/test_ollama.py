@@ -1,7 +1,5 @@
 """Ollama's routes: what requests become, and replies that Ollama's package accepts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -25,8 +23,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</to
 
 
 def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaFormat:
-    shape: OllamaFormat = dialects.shape_of(served, preparer, CHAT, ASKED | body)
-    return shape
+    return dialects.shape_of(served, preparer, CHAT, ASKED | body)
 
 
 def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
@@ -36,10 +33,7 @@ def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in sent.splitlines()]
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
-def test_options_reach_the_request(preparer: Preparer) -> None:
+def test_options_reach_the_request(preparer):
     options = {"temperature": 0, "top_p": 0.9, "top_k": 5, "seed": 7, "num_predict": 9}
     options |= {"repeat_penalty": 1.1, "stop": ["x"], "num_ctx": 4096, "repeat_last_n": 64}
     request = dialects.prepared(preparer, CHAT, ASKED | {"options": options, "stream": False})
@@ -62,7 +56,7 @@ def test_options_reach_the_request(preparer: Preparer) -> None:
         assert request.parsed.max_tokens == (2000 - len(request.parsed.prompts[0]),)
 
 
-def test_formats_and_thinking_are_translated(preparer: Preparer) -> None:
+def test_formats_and_thinking_are_translated(preparer):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for form in ("json", schema):
         request = dialects.prepared(preparer, CHAT, ASKED | {"format": form})
@@ -77,7 +71,7 @@ def test_formats_and_thinking_are_translated(preparer: Preparer) -> None:
         assert body.translated().fields["reasoning_effort"] == effort
 
 
-def test_results_name_the_calls_before_them() -> None:
+def test_results_name_the_calls_before_them():
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
     other = {"function": {"name": "g", "arguments": {}}}
     messages = [
@@ -97,7 +91,7 @@ def test_results_name_the_calls_before_them() -> None:
     ]
 
 
-def test_generate_uses_the_template_unless_it_is_raw(served: ModelInfo, preparer: Preparer) -> None:
+def test_generate_uses_the_template_unless_it_is_raw(served, preparer):
     body = {"model": "demo", "prompt": "Once", "system": "Be brief."}
     request = dialects.prepared(preparer, GENERATE, body)
     assert dialects.prompt_of(served, request) == "system: Be brief.user: Once"
@@ -109,9 +103,7 @@ def test_generate_uses_the_template_unless_it_is_raw(served: ModelInfo, preparer
 
 
 @pytest.mark.parametrize(("path", "empty"), [(CHAT, {"messages": []}), (GENERATE, {"prompt": ""})])
-def test_request_without_a_prompt_is_answered_at_once(
-    preparer: Preparer, path: str, empty: dict[str, Any]
-) -> None:
+def test_request_without_a_prompt_is_answered_at_once(preparer, path, empty):
     reply = preparer.prepare(path, json.dumps({"model": "demo"} | empty).encode())
     assert isinstance(reply, bytes)
     kind: Any = ollama.ChatResponse if path == CHAT else ollama.GenerateResponse
@@ -129,9 +121,7 @@ def test_request_without_a_prompt_is_answered_at_once(
         ("demo", "other:latest", None),
     ],
 )
-def test_name_without_a_tag_is_the_same_as_with_latest(
-    served: ModelInfo, served_name: str, asked: str, found: str | None
-) -> None:
+def test_name_without_a_tag_is_the_same_as_with_latest(served, served_name, asked, found):
     preparer = Preparer(dialects.entry_of(served), ServerOptions((served_name,)))
     if found is None:
         with pytest.raises(ApiError, match="is not served here"):
@@ -141,10 +131,7 @@ def test_name_without_a_tag_is_the_same_as_with_latest(
     assert isinstance(preparer.prepare(SHOW, json.dumps({"model": asked}).encode()), bytes)
 
 
-# --- replies ----------------------------------------------------------------------------------
-
-
-def test_stream_of_text_is_read_by_the_package(served: ModelInfo, preparer: Preparer) -> None:
+def test_stream_of_text_is_read_by_the_package(served, preparer):
     answer = dialects.deltas('Say "é"\n')
     made = [ollama.ChatResponse(**line) for line in lines(chat_shape(served, preparer), answer)]
     assert "".join(each.message.content or "" for each in made) == 'Say "é"\n'
@@ -159,7 +146,7 @@ def test_stream_of_text_is_read_by_the_package(served: ModelInfo, preparer: Prep
     assert (idle["message"]["content"], idle["done"]) == ("", False)
 
 
-def test_separators_of_lines_in_a_text_end_no_line(served: ModelInfo, preparer: Preparer) -> None:
+def test_separators_of_lines_in_a_text_end_no_line(served, preparer):
     text = "a\u2028b\u2029c\x85d"
     made = lines(chat_shape(served, preparer), dialects.deltas(text, step=1))
     assert "".join(line["message"]["content"] for line in made) == text
@@ -169,7 +156,7 @@ def test_separators_of_lines_in_a_text_end_no_line(served: ModelInfo, preparer: 
     assert found["tool_calls"][0]["function"]["arguments"] == {"city": text}
 
 
-def test_reasoning_is_told_and_calls_are_sent_when_they_are_whole(thinking: ModelInfo) -> None:
+def test_reasoning_is_told_and_calls_are_sent_when_they_are_whole(thinking):
     answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
     shape, other = (
         chat_shape(thinking, dialects.preparer(thinking), tools=[WEATHER]) for _ in range(2)
@@ -185,9 +172,7 @@ def test_reasoning_is_told_and_calls_are_sent_when_they_are_whole(thinking: Mode
     assert [call.function for call in told.tool_calls or ()] == calls
 
 
-def test_log_probabilities_of_all_tokens_are_reported(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_log_probabilities_of_all_tokens_are_reported(served, preparer):
     scores = TokenLogprobs(-0.5, ((5, -0.5), (6, -1.5)))
     answer = [
         replace(each, logprobs=(scores,) * len(each.token_ids))
@@ -201,7 +186,7 @@ def test_log_probabilities_of_all_tokens_are_reported(
     assert len(ollama.ChatResponse(**dialects.whole_of(shape, answer)).logprobs or ()) == 2
 
 
-def test_text_of_a_prompt_is_read_by_the_package(served: ModelInfo, preparer: Preparer) -> None:
+def test_text_of_a_prompt_is_read_by_the_package(served, preparer):
     body = {"model": "demo", "prompt": "Once"}
     shape = dialects.shape_of(served, preparer, GENERATE, body)
     answer = dialects.deltas("upon a time", reason="length")
@@ -210,7 +195,7 @@ def test_text_of_a_prompt_is_read_by_the_package(served: ModelInfo, preparer: Pr
     assert made[-1].done_reason == "length"
 
 
-def test_models_are_described(served: ModelInfo, preparer: Preparer) -> None:
+def test_models_are_described(served, preparer):
     reply = preparer.prepare(SHOW, b'{"model": "demo", "verbose": true}')
     assert isinstance(reply, bytes)
     told = ollama.ShowResponse(**json.loads(reply))

@@ -1,7 +1,5 @@
 """OpenAI's /v1/responses: what requests become, and replies that OpenAI's package accepts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -35,8 +33,7 @@ def fields(**body: Any) -> dict[str, Any]:
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
-    shape: ResponsesFormat = dialects.shape_of(served, preparer, PATH, ASKED | body)
-    return shape
+    return dialects.shape_of(served, preparer, PATH, ASKED | body)
 
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
@@ -67,10 +64,7 @@ def comparable(response: Response) -> dict[str, Any]:
     return told
 
 
-# --- requests ---------------------------------------------------------------------------------
-
-
-def test_items_become_messages() -> None:
+def test_items_become_messages():
     asked = [{"type": "input_text", "text": "What"}, {"type": "input_text", "text": "now?"}]
     thought = [{"type": "reasoning_text", "text": "Hm."}]
     said = [{"type": "output_text", "text": "I look.", "annotations": []}]
@@ -106,7 +100,7 @@ def test_items_become_messages() -> None:
     ]
 
 
-def test_fields_reach_the_request(preparer: Preparer) -> None:
+def test_fields_reach_the_request(preparer):
     body = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "top_k": 4, "stop": "x", "stream": True}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "user": "me"}
     request = dialects.prepared(preparer, PATH, ASKED | body)
@@ -128,12 +122,7 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
     assert request.parsed.tool_use is not None and request.parsed.sampling_params[0].grammar
 
 
-# --- conversations ----------------------------------------------------------------------------
-
-
-def test_conversation_is_continued_with_what_was_kept(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_conversation_is_continued_with_what_was_kept(served, preparer):
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
     response, kept = shape.kept
@@ -151,7 +140,7 @@ def test_conversation_is_continued_with_what_was_kept(
     assert shape_of(served, preparer, store=False).kept is None
 
 
-def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Preparer) -> None:
+def test_conversation_without_input_is_continued(served, preparer):
     shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
     dialects.whole_of(shape, dialects.deltas("Hello."))
     body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
@@ -159,18 +148,13 @@ def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Pr
     assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]
 
 
-def test_name_of_a_conversation_depends_on_id_and_key() -> None:
+def test_name_of_a_conversation_depends_on_id_and_key():
     names = {kept_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
     assert len(names) == 6
     assert all(len(name) == 64 for name in names)
 
 
-# --- replies ----------------------------------------------------------------------------------
-
-
-def test_stream_of_text_has_the_events_that_the_package_expects(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_stream_of_text_has_the_events_that_the_package_expects(served, preparer):
     answer = dialects.deltas('Say "é"\n')
     made = events(served, preparer, answer, instructions="Be kind.", tools=[TOOL])
     assert [event.type.removeprefix("response.") for event in made] == [
@@ -187,7 +171,7 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage is not None and told.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None:
+def test_reasoning_and_calls_are_items_of_their_own(thinking):
     preparer, texts = dialects.preparer(thinking), ["Hm, so.", "I look.", ARGUMENTS, ARGUMENTS]
     answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
     made = events(thinking, preparer, answer, tools=[TOOL])
@@ -209,7 +193,7 @@ def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None
     assert comparable(told) == comparable(response)
 
 
-def test_cut_answer_is_incomplete(served: ModelInfo, preparer: Preparer) -> None:
+def test_cut_answer_is_incomplete(served, preparer):
     made = events(served, preparer, dialects.deltas("Hello", reason="length"))
     assert made[-1].type == "response.incomplete"
     assert made[-1].response.incomplete_details.reason == "max_output_tokens"
@@ -217,9 +201,7 @@ def test_cut_answer_is_incomplete(served: ModelInfo, preparer: Preparer) -> None
     assert made[-2].item.status == "incomplete"
 
 
-def test_log_probabilities_of_all_tokens_are_reported(
-    served: ModelInfo, preparer: Preparer
-) -> None:
+def test_log_probabilities_of_all_tokens_are_reported(served, preparer):
     scores = TokenLogprobs(-0.5, ((5, -0.5), (6, -1.5)))
     first, *rest = dialects.deltas("Hello you", step=3)
     answer = [replace(first, text="", logprobs=(scores,))]
@@ -232,7 +214,7 @@ def test_log_probabilities_of_all_tokens_are_reported(
     assert len(item.content[0].logprobs) == 3  # type: ignore[union-attr]
 
 
-def test_failure_of_a_stream_is_a_failed_response(served: ModelInfo, preparer: Preparer) -> None:
+def test_failure_of_a_stream_is_a_failed_response(served, preparer):
     shape = shape_of(served, preparer)
     (sent,) = shape.failed(ApiError(503, "It is away."))
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

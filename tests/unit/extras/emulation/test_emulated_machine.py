@@ -1,7 +1,3 @@
-"""Emulated times: of stages by rows, of links by size, and what is refused."""
-
-from __future__ import annotations
-
 import math
 
 import pytest

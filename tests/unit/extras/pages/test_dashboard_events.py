@@ -1,7 +1,3 @@
-"""The events that the dashboard's page receives."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,12 +10,7 @@ from starlette.testclient import TestClient
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.extras.pages.routes import (
-    Dashboard,
-    StepEntry,
-    history_event,
-    steps_event,
-)
+from pipespec.extras.pages.routes import Dashboard, StepEntry, history_event, steps_event
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.app import make_loading_app
 from pipespec.server.metrics import Metrics

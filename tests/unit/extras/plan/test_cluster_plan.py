@@ -1,7 +1,3 @@
-"""Clusters for models that are known by their configs alone."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +57,7 @@ MIXED = ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "nvidia/NVIDIA-Nemotron-3-Na
 
 
 @pytest.mark.parametrize("model_type", by_kind(COUNTED))
-def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type: str):
+def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type):
     folder = shared(model_type)
     stored = inspect(folder)
     shape = find(str(folder))
@@ -78,7 +74,7 @@ def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type: str)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3"])
-def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path: Path, model_type: str):
+def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path, model_type):
     folder = build_multimodal(model_type, tmp_path / "model")
     shape, stored = find(str(folder)), inspect(folder)
     assert (shape.num_layers, shape.vocab_size) == (NUM_LAYERS, VOCAB_SIZE)
@@ -87,7 +83,7 @@ def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path: Path, model_ty
 
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
-def test_published_models_have_the_published_number_of_parameters(name: str, billions: float):
+def test_published_models_have_the_published_number_of_parameters(name, billions):
     assert published()[name].parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
@@ -102,7 +98,7 @@ def _by_type() -> list[object]:
 
 
 @pytest.mark.parametrize("name", _by_type())
-def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name: str):
+def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name):
     """`count` of a config is what an entry must hold."""
     shape, raw = published()[name], json.loads(TABLE.read_text())[name]["config"]
     assert replace(count(name, raw), undecoded=shape.undecoded) == shape
@@ -111,10 +107,9 @@ def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name: st
 
 
 @pytest.mark.parametrize(
-    "form",
-    ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"],
+    "form", ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"]
 )
-def test_weights_of_few_bits_count_as_they_are_held_on_a_gpu(form: str, tmp_path: Path):
+def test_weights_of_few_bits_count_as_they_are_held_on_a_gpu(form, tmp_path):
     path = make(tmp_path, form, "llama", hidden_size=256, intermediate_size=512)
     info = inspect(path)
     layers = info.loaded("bfloat16", info.weight_format(None, "auto", "bfloat16")).layers
@@ -148,7 +143,7 @@ def test_of_gpt_oss_the_experts_alone_are_in_four_bits():
         ("moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2-Thinking"),
     ],
 )
-def test_names_of_tuned_versions_are_known(tuned: str, base: str):
+def test_names_of_tuned_versions_are_known(tuned, base):
     assert find(tuned) == published()[base]
 
 
@@ -161,7 +156,7 @@ def test_names_of_tuned_versions_are_known(tuned: str, base: str):
         ({"quantization_config": {"quant_method": "quip"}}, "quantised by 'quip'"),
     ],
 )
-def test_a_config_that_is_not_valid_is_refused(changes: dict, reason: str):
+def test_a_config_that_is_not_valid_is_refused(changes, reason):
     raw = json.loads(TABLE.read_text())["Qwen/Qwen3-8B"]["config"] | changes
     with pytest.raises(ModelError, match=reason):
         ModelShape.from_config("some", raw)
@@ -198,7 +193,7 @@ names = st.sampled_from(sorted(GPUS))
 
 
 @given(gpus=st.lists(names, min_size=2, max_size=12), weights=st.sampled_from(["int4", "bfloat16"]))
-def test_layers_fit_and_no_other_split_of_them_is_faster(gpus: list[str], weights: str):
+def test_layers_fit_and_no_other_split_of_them_is_faster(gpus, weights):
     chosen = [GPUS[name] for name in gpus]
     try:
         found, *_ = clusters(PlannedModel(TARGET, weights, 4096), None, chosen, None)
@@ -265,9 +260,7 @@ def test_fewer_gpus_are_the_fastest_of_them_or_the_largest():
         ("rtx3060:1", 8192, None, "missing; more or larger GPUs are needed."),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_remedies_that_help(
-    gpus: str, context: int, draft: PlannedModel | None, advice: str
-):
+def test_what_does_not_fit_is_said_with_the_remedies_that_help(gpus, context, draft, advice):
     shape = TARGET if gpus != "rtx3060:1" else find("meta-llama/Llama-3.1-405B")
     with pytest.raises(ConfigError) as refused:
         clusters(PlannedModel(shape, "", context), draft, parse_gpus([gpus]), None)
@@ -277,7 +270,7 @@ def test_what_does_not_fit_is_said_with_the_remedies_that_help(
 ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llama/Llama-3.2-1B"]
 
 
-def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.CaptureFixture[str]):
+def test_the_command_predicts_a_range_and_names_the_layers(capsys):
     options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "30"]
     assert main([*ASKED, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -300,9 +293,7 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
         (None, [], {"rtx3090": 6}),
     ],
 )
-def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
-    link: str | None, draft: list[str], left_out: dict, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(link, draft, left_out, capsys):
     asked = [*ASKED[:2], *draft, "--gpus", "rtx3090:8", "--weights", "int4", "--tokens", "60"]
     asked += ["--link", link] if link else []
     assert main([*asked, "--json"]) == 0
@@ -311,9 +302,8 @@ def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
     assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
 
 
-def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two(
-    capsys: pytest.CaptureFixture[str],
-):
+@pytest.mark.slow
+def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two(capsys):
     asked = ["plan", "model.target=Qwen3-32B", "model.draft=Qwen3-0.6B", "--weights", "int4"]
     assert main([*asked, "--gpus", "rtx3090:4", "--tokens", "200", "--json"]) == 0
     found: dict[str, list] = {}
@@ -324,7 +314,7 @@ def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two
     assert three["tbt_ms"] < one["tbt_ms"] and two["tbt_ms"] < one["tbt_ms"]
 
 
-def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixture[str]):
+def test_the_command_plans_layers_with_running_states(capsys):
     kimi, nemotron = MIXED
     asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
     assert main([*asked, "--tokens", "30", "--json"]) == 0
@@ -353,14 +343,12 @@ def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixt
         (["plan", "model.target=a/DeepSeek-V4-Flash", "--gpus", "h200:2"], "pipespec does not dec"),
     ],
 )
-def test_the_command_says_of_drafts_and_models(
-    asked: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_says_of_drafts_and_models(asked, expected, capsys):
     assert main([*asked, "--tokens", "30"]) == 0
     assert expected in capsys.readouterr().out
 
 
-def test_known_models_are_listed_within_80_columns(capsys: pytest.CaptureFixture[str]):
+def test_known_models_are_listed_within_80_columns(capsys):
     assert main(["plan", "--models"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in published())
@@ -396,9 +384,7 @@ def test_known_models_are_listed_within_80_columns(capsys: pytest.CaptureFixture
         (["plan", "--weights", "bfloat16", "stages=4"], "--weights is of a cluster"),
     ],
 )
-def test_wrong_input_is_one_sentence(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_input_is_one_sentence(arguments, reason, capsys):
     assert main(arguments) != 0
     said = capsys.readouterr().err.strip()
     assert reason in said and "\n" not in said

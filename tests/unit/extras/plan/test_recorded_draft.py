@@ -1,7 +1,5 @@
 """A recorded draft predicts its own texts, and a profile says what was measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +44,7 @@ def text(ranks: list[int], name: str = "t", benchmark: str = "b") -> TextRecord:
     ],
     ids=["all", "misses where they were", "none"],
 )
-def test_tokens_per_step_follow_from_which_tokens_were_proposed(ranks: list[int], expected: float):
+def test_tokens_per_step_follow_from_which_tokens_were_proposed(ranks, expected):
     (ran,) = simulate_texts(LEVEL, MACHINE, [text(ranks)], rounds=1)
     assert ran.tokens == len(ranks) - 1
     assert ran.tokens_per_step == pytest.approx(expected, rel=0.05)
@@ -96,7 +94,7 @@ def test_draft_off_the_path_is_as_sure_as_somewhere_else_in_the_text():
         ({"probabilities": [[0.9, 0.9], [0.5, 0.1]]}, "not from 0 to 1"),
     ],
 )
-def test_record_that_contradicts_itself_is_refused(change: dict[str, Any], message: str):
+def test_record_that_contradicts_itself_is_refused(change, message):
     values = {"ranks": [1, 2], "probabilities": [[0.6, 0.2], [0.5, 0.1]]} | change
     with pytest.raises(ConfigError, match=message):
         TextRecord("t", "b", **values)
@@ -120,9 +118,7 @@ def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
     assert with_wide_hop(found, config, ran(step_ms=10.5)) == found
 
 
-def test_hop_beyond_what_was_measured_takes_the_bytes_of_its_rows_on_the_slowest_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_hop_beyond_what_was_measured_takes_its_bytes_on_the_slowest_link(tmp_path, capsys):
     """6 ms for one row and 47 for two are no 2,589 for 64."""
     file = profile(tmp_path, hop_ms=["1:6", "2:47"], row_ms=0.01)
     hop = Profile.read(file).machine().hop
@@ -149,19 +145,19 @@ def profile(tmp_path: Path, **more: Any) -> str:
     return str(file)
 
 
-def test_draft_rounds_of_a_profile_take_longer_for_more_nodes(tmp_path: Path):
+def test_draft_rounds_of_a_profile_take_longer_for_more_nodes(tmp_path):
     machine = Profile.read(profile(tmp_path)).machine()
     assert [machine.round_ms(nodes) for nodes in (1, 8, 15)] == [2, 4, 6]
 
 
-def test_slots_may_cost_another_time_on_each_stage(tmp_path: Path):
+def test_slots_may_cost_another_time_on_each_stage(tmp_path):
     read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002], slots=[1000, 500]))
     later = read.at_context(3000).machine()
     assert [curve.ms(1) for curve in later.stages] == [7, 11]
     assert [curve.ms(16) for curve in later.stages] == [10, 11]
 
 
-def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
+def test_slot_times_of_another_number_of_stages_are_refused(tmp_path):
     read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002, 0.003]))
     with pytest.raises(ConfigError, match=r"slot_ms is given for 3 stages, but there are 2\."):
         read.at_context(3000)
@@ -171,9 +167,7 @@ def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
     ("more", "stage_ms", "draft_ms"),
     [({}, [16, 12], 4), ({"stage_ms": ["1:5", "16:8"], "draft_ms": 3.0}, [16, 16], 3)],
 )
-def test_profile_is_a_machine_to_emulate(
-    tmp_path: Path, more: dict[str, Any], stage_ms: list[int], draft_ms: int
-):
+def test_profile_is_a_machine_to_emulate(tmp_path, more, stage_ms, draft_ms):
     file = profile(tmp_path, **more)
     config = compose([f"emulate={file}", "cluster.stages=2", "emulate.scale=2"])
     clock = config.emulate
@@ -182,7 +176,7 @@ def test_profile_is_a_machine_to_emulate(
     assert clock.draft.ms(8) == draft_ms and config.time_scale == 2
 
 
-def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path: Path):
+def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"profile '.*none.json' cannot be read"):
         compose([f"emulate={tmp_path / 'none.json'}"])
     (tmp_path / "other.json").write_text("[1, 2]")

@@ -1,11 +1,8 @@
 """Predictions against closed forms, against each other, and against one another's limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,12 +175,13 @@ def test_times_follow_the_rows():
         ([0, 0], 0),
     ],
 )
-def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight: list[int], ms: float):
+def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight, ms):
     stage, link = TimeCurve(((1, 10.0), (4, 30.0))), TimeCurve(((1, 2.0), (4, 20.0)))
     pipeline = Machine((stage, stage), hop=link)
     assert pipeline.batch_ms(in_flight) == pytest.approx(ms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hop_ms", "windows"),
     [
@@ -191,9 +189,7 @@ def test_a_batch_follows_another_by_how_many_are_in_flight(in_flight: list[int],
         pytest.param(120, [4, 1, 8, 16, 32], marks=pytest.mark.long),
     ],
 )
-def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
-    hop_ms: float, windows: list[int]
-):
+def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(hop_ms, windows):
     pipeline = machine(4, stage_ms=6.0, hop=hop(hop_ms), draft_ms=4.0)
     assert pipeline.windows() == windows
     (method,) = methods("best_first", rounds=["auto"])
@@ -210,9 +206,7 @@ def test_long_links_hold_more_batches_and_the_fastest_number_is_advised(
 
 
 @pytest.mark.parametrize(("overlap", "windows"), [(True, [1, 2, 4, 8]), (False, [1])])
-def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_it(
-    overlap: bool, windows: list[int]
-):
+def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_it(overlap, windows):
     far = machine(1, stage_ms=6.0, hop=hop(70.0), draft_ms=4.0, overlap=overlap)
     assert far.windows() == windows
     (method,) = methods("best_first", rounds=["auto"])
@@ -220,7 +214,7 @@ def test_a_lone_stage_far_away_holds_more_batches_where_the_draft_works_beside_i
 
 
 @pytest.mark.parametrize("in_flight", [1, 4, 16])
-def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight: int):
+def test_a_plain_token_takes_a_pass_however_many_batches_are_in_flight(in_flight):
     pipeline = machine(4, hop=hop(20.0))
     ran = simulate(Root(), pipeline, PUBLISHED, rounds=1, num_tokens=20, in_flight=in_flight)
     assert ran.tbt_ms == pytest.approx(pipeline.plain_tbt_ms)
@@ -239,6 +233,7 @@ def test_a_mixture_reads_the_experts_of_its_rows():
     assert replace(dense, experts=[256, 8, 0.9, 1]).machine().stages[1].ms(64) == 10
 
 
+@pytest.mark.slow
 def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
     machine = Profile(stages=8, stage_ms=[10.0], experts=[256, 8, 0.22], draft_ms=3.0).machine()
     root, level, default = (
@@ -315,13 +310,11 @@ def test_ways_that_do_not_differ_are_predicted_once():
         methods("nothing")
 
 
-# --- devices of one host: draft or target ---------------------------------------------------------
-
 FLAT = {1: 2.0, 2: 2.0, 3: 2.0}
 HALVED = {1: 40.0, 2: 20.0, 3: 15.0}
 
 
-def test_every_division_uses_all_devices_once() -> None:
+def test_every_division_uses_all_devices_once():
     assert [*divisions(4)] == [
         Division(1, 3, 1),
         Division(1, 1, 3),
@@ -333,9 +326,7 @@ def test_every_division_uses_all_devices_once() -> None:
 
 
 @pytest.mark.parametrize(("target_ms", "draft_ms", "best"), [(HALVED, FLAT, 1), (FLAT, HALVED, 3)])
-def test_devices_go_where_they_shorten_the_time_most(
-    target_ms: dict[int, float], draft_ms: dict[int, float], best: int
-) -> None:
+def test_devices_go_where_they_shorten_the_time_most(target_ms, draft_ms, best):
     layouts = [
         each.layout(machine(1, target_ms[each.members], draft_ms=draft_ms[each.draft]))
         for each in divisions(4)
@@ -345,9 +336,6 @@ def test_devices_go_where_they_shorten_the_time_most(
     predicted = predict_all(layouts, [method], PUBLISHED, num_tokens=80)
     assert len(predicted) == 3
     assert predicted[0].layout.startswith(f"{best} + 1 x ")
-
-
-# --- the command ------------------------------------------------------------------------------
 
 
 def test_json_holds_the_input_and_the_predictions(capsys):
@@ -390,7 +378,7 @@ def test_what_the_plan_found_is_a_sentence_a_line(capsys):
     assert any(re.search(r"\d of \d speculating combinations would be slower", x) for x in said)
 
 
-def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
+def test_a_profile_is_read_and_options_come_before_it(tmp_path, capsys):
     file = tmp_path / "profile.json"
     few = ["plan", "policy=root", "--tokens", "5", "--json", "--profile", str(file)]
     two = {"stages": 2, "stage_ms": [["1:5"], [7.0]], "hop_ms": 1}
@@ -418,7 +406,7 @@ def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
         ('{"stage_ms": {}}', "stage_ms is {}"),
     ],
 )
-def test_a_profile_that_is_wrong_is_one_sentence(tmp_path: Path, capsys, content: str, part: str):
+def test_a_profile_that_is_wrong_is_one_sentence(tmp_path, capsys, content, part):
     file = tmp_path / "profile.json"
     file.write_text(content)
     assert main(["plan", "--profile", str(file)]) == 2

@@ -1,7 +1,5 @@
 """Speculation policies over a simulated pipeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A proposer in a thread of its own: the head never waits for it, and it has its own texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from threading import Event, current_thread
 

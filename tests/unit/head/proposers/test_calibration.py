@@ -1,7 +1,5 @@
 """Calibrated probabilities match observed hit rates."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """A mid-size model that scores the tree late, against a tree that is a dictionary of texts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

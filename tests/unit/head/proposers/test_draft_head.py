@@ -1,7 +1,5 @@
 """A draft head reads features of decided text, and its own states below it."""
 
-from __future__ import annotations
-
 from math import ceil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The likeliest paths of products of marginals, against all of them."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Synthetic, hybrid and draft-model proposers: what they propose, and how they learn."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

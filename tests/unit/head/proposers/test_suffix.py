@@ -1,7 +1,5 @@
 """The suffix proposer: its automaton against every run of a text, its proposals, its memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

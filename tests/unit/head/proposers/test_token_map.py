@@ -1,7 +1,5 @@
 """Drafts with another vocabulary: which tokens are alike, and what such a draft proposes."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Arguments that are tagged texts, converted as their function declares them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,11 +1,8 @@
 """Calls of tools, read out of what models of each family write, wherever it is cut."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from time import process_time
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -298,9 +295,7 @@ def told(pieces: list[Piece]) -> tuple[str, list[Call]]:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
-def test_known_outputs_parse_the_same_wherever_they_are_cut(
-    family: str, text: str, content: str, calls: list[Call]
-) -> None:
+def test_known_outputs_parse_the_same_wherever_they_are_cut(family, text, content, calls):
     whole = read(family, [text])
     assert told(whole) == (content, calls)
     for at in range(len(text) + 1):
@@ -309,7 +304,7 @@ def test_known_outputs_parse_the_same_wherever_they_are_cut(
 
 
 @given(data=st.data())
-def test_deltas_of_any_cuts_join_to_the_same_message(data: st.DataObject) -> None:
+def test_deltas_of_any_cuts_join_to_the_same_message(data):
     family = data.draw(st.sampled_from(sorted(PARSERS)))
     own = [text for name, text, _, _ in CASES if name == family]
     bits = [
@@ -336,9 +331,7 @@ def test_deltas_of_any_cuts_join_to_the_same_message(data: st.DataObject) -> Non
         ("llama4_pythonic", "[f(a=1,", ' b="', MAX_VALUE + len(" b=")),
     ],
 )
-def test_what_is_too_long_for_a_part_of_a_call_is_text(
-    family: str, before: str, start: str, most: int
-) -> None:
+def test_what_is_too_long_for_a_part_of_a_call_is_text(family, before, start, most):
     parser, text = FAMILIES[family](), start + most * "a"
     parser.push(before)
     begun = process_time()
@@ -356,14 +349,13 @@ VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(), VALUES, max_size=3)
 
 
+@pytest.mark.slow
 @given(
     given_calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1),
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, 2]),
 )
-def test_any_json_arguments_are_returned_unchanged(
-    given_calls: list[tuple[str, dict[str, Any]]], ascii_only: bool, indent: int | None
-) -> None:
+def test_any_json_arguments_are_returned_unchanged(given_calls, ascii_only, indent):
     calls = [
         (name, json.dumps(arguments, ensure_ascii=ascii_only, indent=indent))
         for name, arguments in given_calls
@@ -410,9 +402,7 @@ SOON: list[tuple[str, list[tuple[str, list[Piece]]]]] = [
 
 
 @pytest.mark.parametrize(("family", "story"), SOON)
-def test_text_is_returned_as_soon_as_it_is_certain(
-    family: str, story: list[tuple[str, list[Piece]]]
-) -> None:
+def test_text_is_returned_as_soon_as_it_is_certain(family, story):
     parser = FAMILIES[family]()
     for piece, expected in story:
         assert parser.push(piece) == expected
@@ -437,11 +427,11 @@ def test_text_is_returned_as_soon_as_it_is_certain(
         ("", None),
     ],
 )
-def test_chat_template_selects_the_parser_family(template: str, family: str | None) -> None:
+def test_chat_template_selects_the_parser_family(template, family):
     assert family_for_template(template) == family
 
 
-def test_call_ids_are_unique_and_accepted_by_templates() -> None:
+def test_call_ids_are_unique_and_accepted_by_templates():
     for name, family in FAMILIES.items():
         ids = {family.new_id("f", number) for number in range(100)}
         assert len(ids) == 100

@@ -1,7 +1,3 @@
-"""Locks of folders of the parts cache, and what is in one that is not finished."""
-
-from __future__ import annotations
-
 import os
 import queue
 import shutil
@@ -24,9 +20,7 @@ from pipespec.system.files import lock_file
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
-    killed: bool, tmp_path: Path
-) -> None:
+def test_what_a_killed_process_has_left_is_compared_with_its_hashes(killed, tmp_path):
     def fetch() -> None:
         with sole_fetcher(tmp_path):
             file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES)
@@ -47,9 +41,7 @@ def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
         assert PartsFile(tmp_path / "m.safetensors").absent() == ([0, 2] if killed else [2])
 
 
-def test_of_two_starts_the_one_that_waits_names_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_starts_the_one_that_waits_names_the_other(tmp_path, monkeypatch):
     said = queue.Queue[str]()
     monkeypatch.setattr(log, "warning", lambda text, *of: said.put(text % of))
 
@@ -68,7 +60,7 @@ def test_of_two_starts_the_one_that_waits_names_the_other(
     other.join()
 
 
-def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: Path) -> None:
+def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path):
     folder = tmp_path / "folder"
     with sole_fetcher(folder):
         assert folder.stat().st_mode & 0o077 == 0  # gated weights are its user's alone
@@ -77,9 +69,7 @@ def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: 
             assert lock_file(folder / ".parts" / "lock") is None
 
 
-def test_a_gguf_file_without_its_header_is_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_without_its_header_is_nowhere(tmp_path, monkeypatch):
     """A start that was refused before the first byte has left it beside a finished one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one = Repository("org/model", "0" * 40, files={"a.gguf": StoredFile(8)})
@@ -91,9 +81,7 @@ def test_a_gguf_file_without_its_header_is_nowhere(
     assert own_path(Path("/far/b.gguf"), two, ()) is None
 
 
-def test_a_shared_model_is_not_looked_for_where_the_launcher_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_model_is_not_looked_for_where_the_launcher_has_it(tmp_path, monkeypatch):
     """What is there on another host may be another model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (launcher := tmp_path / "b.gguf").touch()

@@ -1,7 +1,5 @@
 """Sparse weight files and the records of which of their blocks are here."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""What a hub or a host may do to a client, and what comes of it."""
-
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,9 +204,6 @@ def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
         client.signed_urls([f"../../../other/resolve/{COMMIT}/{NAME}"])
-
-
-# --- blocks -----------------------------------------------------------------------------------
 
 
 class Beta:
