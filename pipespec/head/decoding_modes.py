@@ -36,7 +36,7 @@ TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
 BLOCKS, REMEMBERED, RENEWED = 2, 64, 0.25
 # A way that has lost what so many tokens take by the fastest one is not measured any longer; until
 # one was measured, that takes so many times what the stages need for a plain token.
-MOST_LOST, GUESSED = 3, 2
+MOST_LOST, GUESSED = 3, 1.25
 LEAST_LENGTHS = 2  # for which it is measured in any case
 # Costs that differ by more differ clearly; and speculation with less than this share of what the
 # stages need for a plain token, which is not measured then, is surely faster.

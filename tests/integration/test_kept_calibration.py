@@ -18,12 +18,14 @@ def test_calibration_outlives_a_start_and_a_file_that_cannot_be_read(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     demo = resource_dir("demo")
+    # Over links drafting surely pays.
     settings = f"proposer={proposer}", "policy.width=4", "cluster.stages=2"
+    settings += ("emulate_link.latency_ms=5",)
     prompt = tuple(range(300, 320))
 
     def decoded() -> tuple[list[int], np.ndarray]:
-        """A text, and how many draft tokens of each kind the file counts then. Steps are learnt
-        anew, so there are some, also where they do not pay."""
+        """A text, and how many draft tokens of each kind the file counts then; steps are learnt
+        anew."""
         shutil.rmtree(tmp_path / "pipespec" / "step_times", ignore_errors=True)
         deployment = cluster.make_deployment(demo / "target", demo / "draft", *settings)
         ((tokens, _, _),) = cluster.decode(
