@@ -24,7 +24,7 @@ ABOUT_AS_FAST = 0.995
 # The share of a step's time by which the contexts of certain rows may exceed the chosen size:
 # contexts grow, and the size is of the last steps.
 CONTEXT_SLACK = 0.05
-TINY = 1e-9  # tokens
+TINY = 1e-9  # tokens or milliseconds
 # Added to the log-probabilities of nodes that come before all others.
 URGENT = 1e6
 
@@ -299,6 +299,7 @@ def token_ms(state: PipelineState) -> float:
     if state.target is not None and not state.is_alone:
         return state.target.ms_per_token
     plain_ms = float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
+    plain_ms = max(plain_ms, TINY)
     if not state.is_alone or state.token_ms is None:
         return plain_ms
     return min(state.token_ms, plain_ms)

@@ -34,6 +34,8 @@ TRIAL_REACH, NO_DEARER = (2, 1 / 8), 1.25
 # Steps that compare whether the sum of the rows in the pipeline explains times better than the
 # largest batch, and the share by which it must.
 COMPARED, BETTER = 16, 0.97
+# What a step takes at least: a stage may seem to take no time beside that for KV slots.
+LEAST_MS = 1e-3
 # A step that lasts longer than so many times what its rows take counts as one that does not.
 OUTLIER = 4.0
 
@@ -146,12 +148,12 @@ class SizeTimes:
             if base:
                 prior = ms_at(tuple(sorted(base.items())), rows)
                 ms = (PRIOR_WEIGHT * prior + samples * ms) / (PRIOR_WEIGHT + samples)
-            points.append((rows, max(ms, 1e-3), PRIOR_WEIGHT + samples))
+            points.append((rows, ms, PRIOR_WEIGHT + samples))
         sizes = set(self._means)
         points += [
             (rows, ms, PRIOR_WEIGHT) for rows, ms in base.items() if _size(rows) not in sizes
         ]
-        return rising(points)
+        return rising((rows, max(ms, LEAST_MS), weight) for rows, ms, weight in points)
 
 
 def _size(rows: float) -> int:

@@ -253,3 +253,8 @@ def test_a_number_of_rounds_counts_those_that_delay():
         pipeline.step()
         rounds.append(pipeline.scheduler.totals.rounds - before)
     assert max(rounds) == 2
+
+
+def test_a_stage_that_seems_to_take_no_time_for_a_row_is_no_fault():
+    free = replace(state(), step_ms=((1, 0.0), (64, 11.0)), token_ms=None)
+    assert NextBatch(ROOT_ALONE, 8, free, ROOT_ALONE).least >= 0, "no draft node is worth its time"

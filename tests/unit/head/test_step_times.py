@@ -95,6 +95,8 @@ def test_an_earlier_run_gives_the_shape_and_the_steps_of_this_one_the_speed():
 def test_stages_that_took_no_time_do_not_divide_steps_by_zero():
     made = times((1, 13.0), (64, 50.0), stages=((1, 0.0), (64, 0.0)))
     assert 0 < made.at(1) < made.at(64) <= 50
+    assert times((10, 450.0), stages=((1, 0.0), (16, 400.0))).at(1) > 0
+    assert times(stages=((1, 0.0), (64, 0.0))).at(1) > 0
 
 
 @pytest.mark.parametrize(("shared", "rows", "ms"), [(True, 8, 32), (False, 14, 56)])
