@@ -26,7 +26,6 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence, StopCheck
 from pipespec.head.step import run_step
-from pipespec.head.step_stats import MOST_UNREAD
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT
 from pipespec.head.tree_telemetry import TreeTelemetry
@@ -229,7 +228,7 @@ class HeadLoop:
         for part in work.parts:
             part.sequence.counts["overruns"] += not paced
         took_ms = self._ms_since(start)
-        if nodes and work.unread <= MOST_UNREAD:
+        if nodes and not work.unread:
             self._rounds.add(nodes, took_ms)
         return proposals, took_ms
 

@@ -107,7 +107,7 @@ class ProposalBatch:
 
     @property
     def unread(self) -> int:
-        """Tokens of text that the draft may have to read before."""
+        """Tokens of text that the draft has to read first (`Sequence.unread`)."""
         return sum(part.sequence.unread for part in self.parts)
 
 

@@ -36,6 +36,8 @@ StopCheck = Callable[[int], bool]
 NOT_IN_PIPELINE = -1
 # Tokens of a turn, where tenants take turns; as many that were read make it a token longer.
 TURN = 16
+# Of more decided tokens than these the draft has surely not proposed all.
+MOST_UNREAD = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +165,10 @@ class Sequence:
 
     @property
     def unread(self) -> int:
-        """Tokens of the text that the draft may not have read, beside those that it proposed."""
-        return len(self.context.tokens) - self.drafted_text
+        """Tokens of the text that the draft has to read before it proposes more; of no more than
+        MOST_UNREAD it may have proposed some itself, and they count as none."""
+        count = len(self.context.tokens) - self.drafted_text
+        return count if count > MOST_UNREAD else 0
 
     @property
     def decoding(self) -> bool:

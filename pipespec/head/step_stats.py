@@ -40,8 +40,6 @@ from pipespec.timing.batch_times import (
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
-# A draft round that may read more tokens of decided text says little about others.
-MOST_UNREAD = 16
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.
 SLACK = 0.2
 
@@ -54,7 +52,7 @@ class _ThisStep:
     computed: list[tuple[int, int]] = field(default_factory=list)
     rounds: int = 0
     rounds_beside: int = 0  # before the verdict
-    usual: bool = True  # whether none of them read much text
+    reads: bool = False  # whether the draft read text in one of them
     last_round_ms: float = 0.0
     beside_ms: float = 0.0  # of rounds before the verdict
     drafted_ms: float = 0.0  # of the rounds that every step has
@@ -170,22 +168,22 @@ class StepStats:
     def add_round(
         self, ms: float, nodes: int = 1, unread: int = 0, *, measured: bool = True
     ) -> None:
-        """A draft round expanded so many nodes, or (not measured) read a part of a prompt; it may
-        have read so many tokens of text first."""
+        """A draft round expanded so many nodes, or (not measured) proposed nothing; it read so many
+        tokens of text first, the last of them if it is measured. With any it says nothing about
+        what others take."""
         now = self._now
         now.rounds += 1
         now.last_round_ms = ms
-        usual = measured and unread <= MOST_UNREAD
-        now.usual &= usual
+        now.reads |= unread > 0
         if now.rounds <= self._rounds:
             now.drafted_ms += ms
-        if usual:
-            self._draft.add(nodes, ms)
-        else:
+        if unread:
             self._reads_ms += ms
-            if measured:
-                self._reading.add(self._reads_ms / unread)
-                self._reads_ms = 0.0
+        if measured and unread:
+            self._reading.add(self._reads_ms / unread)
+            self._reads_ms = 0.0
+        elif measured:
+            self._draft.add(nodes, ms)
         if now.verdict_received:  # the stages wait for it
             self._undelayed_steps = 0
             now.delaying_ms += ms
@@ -266,7 +264,7 @@ class StepStats:
         self._fed.add(sum(map(len, selection.nodes)))
         # A new array: states hold the old one.
         self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
-        if self._now.usual:
+        if not self._now.reads:
             self._drafting.add(self._now.drafted_ms)
 
     @property

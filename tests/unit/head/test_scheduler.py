@@ -163,3 +163,31 @@ def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     assert on.has_work(0.0), "a root that was not fed"
     on.admission.cancel(7)
     assert on.has_work(0.0), "the stages must be told"
+
+
+@pytest.mark.parametrize("requests", [1, 20])
+def test_a_round_that_reads_much_text_says_nothing_about_others(requests: int):
+    """The tokens that were decided since the last round are few in every request, not in all."""
+    config = SchedulerConfig(
+        *(BestFirst(64, 2), NUM_STEPS, 1),
+        prefill_chunk=500,
+        context_limit=500,
+        max_num_seqs=requests,
+        num_slots=10_000,
+    )
+    on = Scheduler(config)
+    for i in range(requests):
+        on.admission.add(Request(i, tuple(range(20)), 50), lambda token: False, 0)
+    assert len(list(on.admit())) == requests
+    for i in range(2 * NUM_STEPS):
+        on.begin_step()
+        while work := on.next_expansion(0.0):
+            later = 4.0 if i > NUM_STEPS else 2.0  # behind verdicts
+            on.add_proposals(work, candidates(work), later if on.totals.rounds else 500.0)
+        for each in list(on.admission.sequences.values()) if i >= NUM_STEPS else ():
+            on.apply(Verdict(each.number, len(each.context.tokens), (9, 9, 9)), now=i)
+        on.end_verdicts(0.0, 1.0)
+        plan = on.plan_batch(0.0)
+        on.next_batch(plan)
+        on.end_step(1.0)
+    assert 2 < plan.state.draft_ms < 4
