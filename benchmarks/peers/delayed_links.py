@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.peers.python_engines import PeerFailed
 from tools.rig.sshd import call
@@ -63,9 +64,10 @@ class LinkCheck:
 
 
 @contextmanager
-def delayed_links(hosts: int, delay_ms: float, gbit: float) -> Iterator[Testbed]:
-    """So many hosts without SSH, each linked to each; `delay_ms` is one way."""
-    with Testbed(hosts, delay_ms, gbit, with_ssh=False) as bed:
+def delayed_links(hosts: int, delay_ms: float, gbit: float, **uneven: Any) -> Iterator[Testbed]:
+    """So many hosts without SSH, each linked to each; `delay_ms` is one way, `uneven` what
+    `Testbed` takes for links and hosts that are slower than others."""
+    with Testbed(hosts, delay_ms, gbit, with_ssh=False, **uneven) as bed:
         for host in bed.hosts:
             for name, value in TCP_SETTINGS.items():
                 line = f"echo {value} > /proc/sys/net/ipv4/{name}"

@@ -46,11 +46,13 @@ OWN_SHARED_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "s
 MASTER_PORT = 29500
 
 
-def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None) -> Run:
+def llama_cpp(
+    bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None, ngrams: str | None
+) -> Run:
     """llama.cpp over rpc-servers, as `LlamaCpp` runs it."""
     servers = [RpcHost(bed.address(host), bed.prefix(host)) for host in bed.hosts[1:]]
     with relay.entered(bed.namespaces[bed.hosts[0]]):
-        return engine(job, draft_tokens, rpc=servers)
+        return engine(job, draft_tokens, ngrams, rpc=servers)
 
 
 def vllm(bed: Testbed, job: Job, python: str) -> Run:
@@ -107,13 +109,14 @@ def engines(
     llama: LlamaCpp | None,
     vllm_python: str | None,
     draft_tokens: Sequence[int],
+    ngrams: Sequence[str],
     settings: Sequence[str],
 ) -> dict[str, LinkedEngine]:
     """The engines to race, by name; without those that are None.
 
     `vllm_python`: the Python that has vLLM. `draft_tokens`: of llama.cpp's drafts at most; 0: its
-    default. `settings`: of pipespec; the plain pipeline (`policy=root`) has those of the cluster
-    and the transport alone.
+    default. `ngrams`: kinds of its n-gram speculation. `settings`: of pipespec; the plain pipeline
+    (`policy=root`) has those of the cluster and the transport alone.
     """
     plain = [text for text in settings if text.startswith(("cluster.", "transport."))]
     found: dict[str, LinkedEngine] = {
@@ -123,10 +126,12 @@ def engines(
     }
     if llama is not None:
         of_llama = partial(llama_cpp, engine=llama)
-        found["llama.cpp"] = partial(of_llama, draft_tokens=None)
-        for most in draft_tokens:
+        found["llama.cpp"] = partial(of_llama, draft_tokens=None, ngrams=None)
+        for most in draft_tokens if llama.draft is not None else ():
             name = f"llama.cpp with draft{f' of {most}' if most else ''}"
-            found[name] = partial(of_llama, draft_tokens=most)
+            found[name] = partial(of_llama, draft_tokens=most, ngrams=None)
+        for kind in ngrams:
+            found[f"llama.cpp with {kind}"] = partial(of_llama, draft_tokens=None, ngrams=kind)
     if vllm_python is not None:
         found["vLLM"] = partial(vllm, python=vllm_python)
     return found

@@ -4,10 +4,11 @@
     python -m benchmarks.peers.links --target build/target --draft demo/draft
 
 Every engine spreads the target over the same hosts (`benchmarks.peers.delayed_links`): network
-namespaces of this machine, so all of them share its cores. All engines decode the same prompts
-greedily, one engine at a time and all of them in every repeat, and each starts anew
-(`docs/peers.md` says how to get the others). Their tokens are compared with those of Hugging Face
-`generate`, which computes them without a link.
+namespaces of this machine, so all of them share its cores. All engines decode the same prompts,
+one engine at a time and all of them in every repeat, and each starts anew (`docs/peers.md` says how
+to get the others). Their tokens are compared with those of Hugging Face `generate`, which computes
+them without a link; of GGUF files, and where tokens are drawn, with those of pipespec's plain
+pipeline. Other engines decode greedily and a request at a time only.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.peers.delayed_links import TCP_SETTINGS, LinkCheck, check, delay
 from benchmarks.peers.link_engines import LinkedEngine, engines
 from benchmarks.peers.python_engines import Job, PeerFailed, Run, hugging_face, in_child
 from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.errors import ConfigError
 from tools.rig import testbed
 
@@ -62,6 +64,7 @@ def race(
     hosts: int,
     repeats: int,
     plain_prompts: int,
+    uneven: Mapping[str, Any],
 ) -> Race:
     """Every engine in every repeat over links of one delay, every second time in reverse. Each has
     hosts of its own, so nothing of another is left. Those without a draft decode so many prompts,
@@ -75,13 +78,13 @@ def race(
     turns: list[str] = []
     for repeat in range(repeats):
         turns += list(found) if repeat % 2 == 0 else list(found)[::-1]
-    with delayed_links(hosts, delay_ms, gbit) as bed:
+    with delayed_links(hosts, delay_ms, gbit, **uneven) as bed:
         links = check(bed)
     failed: dict[str, str] = {}
     for name in track(turns, f"{delay_ms:g} ms"):
         if name in failed:
             continue
-        with delayed_links(hosts, delay_ms, gbit) as bed:
+        with delayed_links(hosts, delay_ms, gbit, **uneven) as bed:
             asked, began = few if name in (PLAIN, VLLM, ROOT) else job, time.monotonic()
             try:
                 runs[name].append(found[name](bed, asked))
@@ -96,9 +99,9 @@ def race(
 
 def figures(found: Race, reference: Run, eos: Sequence[int]) -> list[dict[str, Any]]:
     """One row per engine over links of one delay. A ratio is of the same repeat's times between
-    tokens; the best draft of llama.cpp is the one with the least median."""
+    tokens; the best draft of llama.cpp, n-grams among them, is the one with the least median."""
     tbt = {name: [run.tbt_ms for run in ran] for name, ran in found.runs.items()}
-    drafting = [name for name in tbt if name.startswith(DRAFTING)]
+    drafting = [name for name in tbt if name.startswith(f"{PLAIN} with ")]
     best = min(drafting, key=lambda name: spread(tbt[name])["median"], default="")
     baselines = {
         "times_llama_cpp": PLAIN,
@@ -206,19 +209,42 @@ def parse() -> argparse.Namespace:
         default=[0, 8],
         help="of llama.cpp's drafts at most, 0: its default (0 8)",
     )
+    parser.add_argument("--ngrams", nargs="*", default=[], help="kinds of llama.cpp's n-grams")
     parser.add_argument("--settings", nargs="*", default=[], help="of pipespec")
+    parser.add_argument("--temperature", type=float, default=0.0, help="pipespec alone (0)")
+    parser.add_argument(
+        "--quota", type=float, help="processors of the second stage's host (all), such as .3"
+    )
+    parser.add_argument("--slow-link", type=float, help="ms one way from the second to the third")
+    parser.add_argument("--concurrency", type=int, default=1, help="requests; pipespec alone (1)")
     options = parse_job(parser)
     if (lacking := testbed.missing()) is not None:
         parser.error(f"{lacking}.")
     return options
 
 
+def uneven(options: argparse.Namespace) -> dict[str, Any]:
+    """What `Testbed` takes for a stage and a link that are slower than others; the first host has
+    no stage."""
+    found: dict[str, Any] = {}
+    if options.quota:
+        found["quotas"] = {"c": options.quota}
+    if options.slow_link:
+        found["slow"] = {("c", "d"): options.slow_link}
+    return found
+
+
 def main() -> None:
     options = parse()
     job, eos = job_of(options)
+    job = replace(job, temperature=options.temperature, concurrency=options.concurrency)
+    others = not options.temperature and options.concurrency == 1
+    drawn = f", temperature {job.temperature:g}" if job.temperature else ""
+    several = f", {job.concurrency} requests at a time" if job.concurrency > 1 else ""
     title = (
-        f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype}, links of "
-        f"{options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens"
+        f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype or 'GGUF'}, "
+        f"links of {options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens"
+        f"{drawn}{several}"
     )
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
@@ -228,33 +254,43 @@ def main() -> None:
     origin = experiment.provenance()  # of the code that runs, before its result is in the tree
     with TemporaryDirectory() as folder:
         # Hugging Face's tokens come first: without them the race is worth nothing.
-        reference = in_child(hugging_face, job, assisted=False)
-        try:
-            llama = find_llama_cpp(job, Path(folder))
-        except ConfigError as error:
-            llama, missing["llama.cpp"] = None, str(error)
-        try:
-            of_vllm = find_vllm()
-        except ConfigError as error:
-            of_vllm, missing["vLLM"] = None, str(error)
+        reference = None
+        if not (is_gguf(job.target) or job.temperature):
+            reference = in_child(hugging_face, job, assisted=False)
+        llama, of_vllm = None, None
+        if others:
+            try:
+                llama = find_llama_cpp(job, Path(folder))
+            except ConfigError as error:
+                missing["llama.cpp"] = str(error)
+            try:
+                if is_gguf(job.target):
+                    raise ConfigError("it is compared with checkpoints alone.")
+                of_vllm = find_vllm()
+            except ConfigError as error:
+                missing["vLLM"] = str(error)
+        known = engines(llama, of_vllm, options.draft_tokens, options.ngrams, options.settings)
         found = {
             name: engine
-            for name, engine in engines(
-                llama, of_vllm, options.draft_tokens, options.settings
-            ).items()
-            if any(part in name for part in options.only)
+            for name, engine in known.items()
+            if any(part in name for part in options.only) or (name == ROOT and reference is None)
         }
         for delay in options.delays:
             how = options.gbit, options.stages + 1, options.repeats, options.plain_prompts
-            races.append(race(job, found, delay, *how))
+            races.append(race(job, found, delay, *how, uneven(options)))
             result = {
                 **origin,
                 "title": title,
                 "emulated": False,
-                "rows": [row for each in races for row in figures(each, reference, eos)],
+                "rows": [
+                    row
+                    for each in races
+                    for row in figures(each, reference or each.runs[ROOT][0], eos)
+                ],
                 "links": [asdict(each.check) for each in races],
                 "tcp": TCP_SETTINGS,
                 "settings": options.settings,
+                "uneven": {"quota": options.quota, "slow_link_ms": options.slow_link},
                 **conditions(job, load_before, began),
                 "missing": missing,
                 "failed": {

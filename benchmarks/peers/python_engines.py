@@ -40,6 +40,8 @@ class Job:
         tokens: of an answer at most.
         dtype: of weights and KV; None: as the files and each engine have it.
         device: as torch names it.
+        temperature, concurrency: of pipespec alone: how tokens are drawn, 0: not at all, and
+            requests at a time.
     """
 
     target: Path
@@ -51,6 +53,8 @@ class Job:
     cores: list[int]
     dtype: str | None
     device: str = "cpu"
+    temperature: float = 0.0
+    concurrency: int = 1
 
 
 @dataclass(frozen=True)

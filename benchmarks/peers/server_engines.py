@@ -215,7 +215,8 @@ def bench_on(job: Job, folder: Path, env: Mapping[str, str]) -> list[dict[str, A
     prompts.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in job.samples))
     command = [*PIPESPEC, "bench", "--on", NAME, "--json", "--output", str(output)]
     command += ["--dataset", str(prompts), "--prompt-tokens", str(job.prompt_tokens)]
-    command += [f"decode.max_new_tokens={job.tokens}"]
+    command += ["--concurrency", str(job.concurrency)]
+    command += [f"decode.max_new_tokens={job.tokens}", f"decode.temperature={job.temperature}"]
     done = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S
     )

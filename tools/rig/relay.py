@@ -1,10 +1,11 @@
 """The links of the test bed: a process that forwards packets between network namespaces.
 
-    python tools/rig/relay.py '{"namespaces": [...], "delay_ms": 0.1, "folder": "..."}'
+    python tools/rig/relay.py \\
+        '{"namespaces": [...], "delay_ms": 0.1, "slow": [[0, 1, 2.0]], "folder": "..."}'
 
 Every namespace gets a TUN device `net0`; the host at index i has the address 10.77.0.(i+1). A
-packet is forwarded after `delay_ms`, unless the link between the two hosts is cut when it arrives:
-then it is lost silently, as with a cable that was pulled.
+packet is forwarded after `delay_ms`, or what `slow` says of the link between two hosts, unless that
+link is cut when it arrives: then it is lost silently, as with a cable that was pulled.
 
 Packets are read with their offload headers (virtio_net_hdr), so that TCP hands over up to
 64 KiB at once and a relay in Python forwards gigabits. Neither checksums nor segments are computed.
@@ -18,6 +19,8 @@ a test that was killed.
 import ctypes
 import errno
 import fcntl
+import heapq
+import itertools
 import json
 import os
 import select
@@ -27,8 +30,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -113,12 +115,16 @@ def remove(namespaces: Sequence[str]) -> None:
 
 
 class Relay:
-    """Carries packets between TUN devices; every packet takes `delay` seconds."""
+    """Carries packets between TUN devices; every packet takes `delay` seconds, or those of the link
+    between two of them."""
 
-    def __init__(self, devices: Sequence[int], delay: float):
+    def __init__(self, devices: Sequence[int], delay: float, slow: Mapping[frozenset[int], float]):
         self.devices = devices
         self.delay = delay
-        self.under_way: deque[tuple[float, int, int, bytes]] = deque()  # due, from, to, packet
+        self.slow = slow
+        self.serial = itertools.count()
+        # A heap: when it is due, its number, from, to, the packet.
+        self.under_way: list[tuple[float, int, int, int, bytes]] = []
         self.cut: set[frozenset[int]] = set()
 
     def run(self) -> None:
@@ -150,12 +156,13 @@ class Relay:
                 continue
             to = packet[DESTINATION][3] - 1
             if to != source and 0 <= to < len(self.devices):
-                self.under_way.append((time.monotonic() + self.delay, source, to, packet))
+                due = time.monotonic() + self.slow.get(frozenset((source, to)), self.delay)
+                heapq.heappush(self.under_way, (due, next(self.serial), source, to, packet))
 
     def deliver(self) -> None:
         now = time.monotonic()
         while self.under_way and self.under_way[0][0] <= now:
-            _, source, to, packet = self.under_way.popleft()
+            _, _, source, to, packet = heapq.heappop(self.under_way)
             if frozenset((source, to)) in self.cut:
                 continue
             try:
@@ -184,7 +191,8 @@ def main() -> None:
     try:
         devices = [inside(namespace, open_device) for namespace in job["namespaces"]]
         print("ready", flush=True)
-        Relay(devices, job["delay_ms"] / 1e3).run()
+        slow = {frozenset((a, b)): delay_ms / 1e3 for a, b, delay_ms in job["slow"]}
+        Relay(devices, job["delay_ms"] / 1e3, slow).run()
     finally:
         remove(job["namespaces"])
         shutil.rmtree(job["folder"], ignore_errors=True)

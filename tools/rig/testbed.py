@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from tools.rig import relay, sshd
 BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
 QUEUE = 32 << 20  # bytes that may wait for the rate
 ECHO_REQUEST = 8  # ICMP
+CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu")
+QUOTA_PERIOD_US = 5000  # short, so that a host is slow instead of stopped now and then
 
 _serial = itertools.count()
 
@@ -72,7 +75,9 @@ class Testbed:
     """`hosts` hosts; a packet takes `delay_ms`; a host sends at most `gbit` Gbit/s.
 
     Without `with_ssh` no host has an SSH server, and its hosts files say that the first host starts
-    workers on itself, and others are started by hand.
+    workers on itself, and others are started by hand. `slow`: milliseconds that a packet takes
+    between two hosts, such as {("b", "c"): 20.0}. `quotas`: the processors that all programs of a
+    host may use together, such as {"c": 0.3}; it needs the control groups of Linux, version 1.
     """
 
     __test__ = False  # not a class of tests
@@ -84,7 +89,11 @@ class Testbed:
         gbit: float = 10.0,
         *,
         with_ssh: bool = True,
+        slow: Mapping[tuple[str, str], float] | None = None,
+        quotas: Mapping[str, float] | None = None,
     ):
+        self.slow = slow or {}
+        self.quotas = quotas or {}
         self.hosts = tuple(string.ascii_lowercase[:hosts])
         self.delay_ms = delay_ms
         self.gbit = gbit
@@ -119,6 +128,9 @@ class Testbed:
         relay.remove(list(self.namespaces.values()))
         for daemon in self._sshds:
             daemon.wait()
+        for host in self.quotas:
+            with suppress(FileNotFoundError):
+                self._control_group(host).rmdir()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- what tests do with it --------------------------------------------------------------
@@ -144,7 +156,11 @@ class Testbed:
 
     def prefix(self, host: str) -> tuple[str, ...]:
         """The command that runs the one behind it inside the host."""
-        return ("ip", "netns", "exec", self.namespaces[host])
+        inside = ("ip", "netns", "exec", self.namespaces[host])
+        if host not in self.quotas:
+            return inside
+        enter = f'echo $$ > {self._control_group(host)}/tasks && exec "$@"'
+        return ("sh", "-c", enter, "sh", *inside)
 
     def run(
         self, host: str, argv: Sequence[str], given: str = "", timeout: float = 60
@@ -241,7 +257,15 @@ class Testbed:
 
     # --- how it is built ----------------------------------------------------------------------
 
+    def _control_group(self, host: str) -> Path:
+        return CONTROL_GROUPS / self.namespaces[host]
+
     def _make_links(self) -> None:
+        for host, processors in self.quotas.items():
+            group = self._control_group(host)
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(round(processors * QUOTA_PERIOD_US)))
         for namespace in self.namespaces.values():
             sshd.call("ip", "netns", "add", namespace)
             quiet = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
@@ -249,6 +273,7 @@ class Testbed:
         job = {
             "namespaces": list(self.namespaces.values()),
             "delay_ms": self.delay_ms,
+            "slow": [[*map(self.hosts.index, link), ms] for link, ms in self.slow.items()],
             "folder": str(self.folder),
         }
         self._relay = subprocess.Popen(
