@@ -216,7 +216,7 @@ def bench_on(job: Job, folder: Path, env: Mapping[str, str]) -> list[dict[str, A
     command = [*PIPESPEC, "bench", "--on", NAME, "--json", "--output", str(output)]
     command += ["--dataset", str(prompts), "--prompt-tokens", str(job.prompt_tokens)]
     command += ["--concurrency", str(job.concurrency)]
-    command += [f"decode.max_new_tokens={job.tokens}", f"decode.temperature={job.temperature}"]
+    command += [f"decode.max_new_tokens={job.tokens}", f"sampling.temperature={job.temperature}"]
     done = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S
     )
