@@ -70,6 +70,8 @@ def recurrent_toy(model_type: str) -> Callable[[int], ToyModel]:
     """A factory of such models, of so many slots."""
 
     class RecurrentToy(ToyModel):
+        reads_in_place = False
+
         def __init__(self, num_slots: int):
             super().__init__(num_slots)
             self.layer = deepcopy(module(model_type))

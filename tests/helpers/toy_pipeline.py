@@ -41,6 +41,7 @@ class ToyModel:
     hidden_size = input_size = 1
     taps = ()
     parallel = WholeSlice()
+    reads_in_place = True
 
     def __init__(self, num_slots: int):
         self.stored = np.zeros(num_slots, np.int64)
@@ -56,6 +57,9 @@ class ToyModel:
         for row, slots in self.paths(plan):
             found[row] = layer(self.stored[slots], np.arange(len(slots)))
         return torch.from_numpy(found)
+
+    def move_kv(self, old: np.ndarray, new: np.ndarray) -> None:
+        self.stored[new] = self.stored[old]
 
     def paths(self, plan: AttentionPlan) -> Iterator[tuple[int, np.ndarray]]:
         """The slots of the text up to each row."""

@@ -1,7 +1,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
 from pipespec.config.choices import options
-from pipespec.core import COMMITTED, Batch
+from pipespec.core import COMMITTED, DRAFT, Batch, Verdict
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.fingerprint import fingerprint
@@ -25,6 +25,7 @@ from pipespec.engine.formats.gguf import GGUF, KEPT_KINDS, GgufFiles
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.graphs.ggml_graph import SliceGraph
 from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.kv_allocator import KVSlotAllocator
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ModelError
@@ -322,6 +323,57 @@ def test_a_text_is_the_same_to_the_bit_in_any_chunks_of_its_prompt_and_answer(fi
     expected = hidden([prompt] + [1] * (num_tokens - prompt), 1)
     assert torch.equal(hidden(chunks, 1), expected)
     assert torch.equal(hidden(chunks, 3), expected)
+
+
+def _spread(slots: KVSlotAllocator) -> None:
+    """Every third of the first 39 slots is free, and all behind them."""
+    taken = slots.allocate(39)
+    slots.release(taken[::3])
+
+
+def _wrapped(slots: KVSlotAllocator) -> None:
+    """The last twelve slots are free, and some far below them."""
+    taken = slots.allocate(52)
+    slots.release(taken[10:20])
+
+
+@pytest.mark.parametrize("occupy", [_spread, _wrapped])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_text_is_the_same_to_the_bit_wherever_its_slots_are(files, occupy, drafted):
+    """Read in place, gathered, and moved where they fall; with draft tokens before it or not."""
+    prompt, num_tokens = 9, 19
+    path = files("llama", Type.Q4_K)
+    model = ModelSlice.load(
+        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=64
+    )
+    assert model.attention == "ggml"
+
+    def token(position: int) -> int:
+        return 7 * position + 3
+
+    def hidden(occupy: Callable[[KVSlotAllocator], Any], drafted: bool) -> torch.Tensor:
+        runner, found = SliceRunner(model, 64), []
+        occupy(runner.slots)
+        runner.start_sequence(0, prompt_len=prompt)
+        read = [(0, i, i - 1, token(i), i, COMMITTED) for i in range(prompt)]
+        found.append(runner.compute(Batch(0, np.array(read))).hidden)
+        at, tip = prompt, prompt - 1
+        while at < num_tokens:
+            rows = [(0, at, tip, token(at), at, COMMITTED)]
+            if drafted and at < prompt + 5:  # the second of three children is right
+                follows = at + 1
+                rows += [
+                    (0, 100 * at + i, at, token(follows) + i - 1, follows, DRAFT) for i in range(3)
+                ]
+                found.append(runner.compute(Batch(0, np.array(rows))).hidden[[0, 2]])
+                runner.apply([Verdict(0, follows, (token(follows),))])
+                at, tip = at + 2, 100 * at + 1
+            else:
+                found.append(runner.compute(Batch(0, np.array(rows))).hidden)
+                at, tip = at + 1, at
+        return torch.cat(found)[:num_tokens]
+
+    assert torch.equal(hidden(occupy, drafted), hidden(lambda _: None, False))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ _BASE = {
     "ppppiiiffffff:p": "rope_ext",
     "ppll:p": "reshape_2d",
     "pplll:p": "reshape_3d",
+    "pplllzzz:p": "view_3d",
     "ppiiii:p": "permute",
     "pppppfff:p": "flash_attn_ext",
     "ipplllp:z": "quantize_chunk",

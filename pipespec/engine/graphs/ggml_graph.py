@@ -47,6 +47,10 @@ KEPT_BYTES = 64 << 20
 LEAST_SHARED = 16 << 20
 # Keys of a graph are a multiple of this, so that decoding uses each for some steps.
 KEYS = 64
+# Keys are read in place if they are spread over at most so many times as many slots. To gather one
+# takes as long as to pass by eight.
+SPREAD = 4
+FLOAT = 4  # bytes
 # Rows of a prompt that are computed together; ggml's attention has tiles from 64 rows on.
 MOST_WIDE = 56
 # Tensors and operations for a layer, and beside the layers.
@@ -91,16 +95,20 @@ class _Layer:
     scaling: float
 
 
+# Rows, keys, where these begin in the pools, whether the rows are of a prompt, and who computes.
+_Shape = tuple[int, int, int | None, bool, Computer]
+
+
 @dataclass(eq=False)
 class _Planned:
     """A graph for so many rows and keys, with the memory of its inputs, and of its outputs: hidden
-    states and those of tapped layers."""
+    states and those of tapped layers. `read`: the slots of keys that are gathered."""
 
     graph: int
     inputs: np.ndarray
     positions: np.ndarray
     write: np.ndarray
-    read: np.ndarray
+    read: np.ndarray | None
     mask: np.ndarray
     outputs: list[np.ndarray]
     held: list[Any]
@@ -152,7 +160,8 @@ class SliceGraph:
         of_products = [product for layer in self._layers for product in layer.products.values()]
         num_bytes = sum(product.weights.num_bytes for product in of_products)
         self._threads = 1 if num_bytes < LEAST_SHARED else None
-        self._planned: OrderedDict[tuple[int, int, bool, Computer], _Planned] = OrderedDict()
+        self._slots = self._layers[0].keys.shape[0]
+        self._planned: OrderedDict[_Shape, _Planned] = OrderedDict()
 
     # --- the constants --------------------------------------------------------------------------
 
@@ -258,10 +267,12 @@ class SliceGraph:
     ) -> np.ndarray:
         """The result of these rows of a batch, those that its segments have in these slices."""
         computer = compute.computer(self._threads)
-        slots, sees = _keys_of(segments)
-        count, keys = len(rows), len(slots)
+        seen = _seen(segments)
+        slots = np.concatenate([each.slots for each in seen])
+        start, keys = self._range(seen, slots)
+        count, columns = len(rows), np.arange(len(slots)) if start is None else slots - start
         padding = -count % WIDE if wide else 0
-        planned = self._graph(computer, count + padding, -(-keys // KEYS) * KEYS, wide)
+        planned = self._graph(computer, count + padding, keys, start, wide)
         for memory, values in (
             (planned.inputs, inputs),
             (planned.positions, plan.positions[rows]),
@@ -269,30 +280,49 @@ class SliceGraph:
         ):
             memory[:count] = values
             memory[count:] = values[-1]  # the last row once more
-        planned.read[:keys] = slots
-        planned.read[keys:] = 0
+        if planned.read is not None:
+            planned.read[: len(slots)] = slots
+            planned.read[len(slots) :] = 0
         planned.mask.fill(-np.inf)
-        for some, first, own, mask in sees:
-            planned.mask[some, first:own] = 0
-            planned.mask[some, own : own + mask.shape[1]][mask] = 0
+        for each in seen:
+            own, columns = np.split(columns, [len(each.slots)])
+            shared, mask = len(own) - each.mask.shape[1], planned.mask[each.rows]
+            mask[:, own[:shared]] = 0
+            row, key = each.mask.nonzero()
+            mask[row, own[shared + key]] = 0
         planned.mask[count:] = planned.mask[count - 1]
         computer.compute(planned.graph, wide=wide)
         hidden, *tapped = (each[:count] for each in planned.outputs)
         return np.concatenate((hidden, *tapped), 1) if tapped else hidden
 
-    def _graph(self, computer: Computer, rows: int, keys: int, wide: bool) -> _Planned:
+    def _range(self, seen: Sequence[_Seen], slots: np.ndarray) -> tuple[int | None, int]:
+        """Where the keys of a batch begin in the pools and how many slots they take there, if each
+        row's rise with their positions and so can be read in place, with the others masked; else
+        None, and how many are gathered."""
+        first, end = int(slots.min()), int(slots.max()) + 1
+        start = first - first % KEYS
+        length = -(-(end - start) // KEYS) * KEYS
+        start = min(start, self._slots - length)
+        rising = all((np.diff(each.slots) > 0).all() for each in seen)
+        if rising and start >= 0 and length <= SPREAD * len(slots) + KEYS:
+            return start, length
+        return None, -(-len(slots) // KEYS) * KEYS
+
+    def _graph(
+        self, computer: Computer, rows: int, keys: int, start: int | None, wide: bool
+    ) -> _Planned:
         """The graph for so many rows and keys, from those that are kept or made now."""
-        key = (rows, keys, wide, computer)
+        key = (rows, keys, start, wide, computer)
         if (planned := self._planned.get(key)) is not None:
             self._planned.move_to_end(key)
             return planned
-        planned = self._planned[key] = self._make(rows, keys, wide)
+        planned = self._planned[key] = self._make(rows, keys, start, wide)
         num_bytes = sum(each.num_bytes for each in self._planned.values())
         while num_bytes > KEPT_BYTES and len(self._planned) > 1:
             num_bytes -= self._planned.popitem(last=False)[1].num_bytes
         return planned
 
-    def _make(self, rows: int, keys: int, wide: bool) -> _Planned:
+    def _make(self, rows: int, keys: int, start: int | None, wide: bool) -> _Planned:
         lib = self._library
         count = _OF_LAYER * len(self._layers) + _BESIDE
         context = lib.context(count, count)
@@ -311,7 +341,7 @@ class SliceGraph:
             x, inputs = given(F32, np.float32, rows, self._hidden_size)
         at, positions = given(I32, np.int32, rows)
         to, write = given(I64, np.int64, rows)
-        of, read = given(I32, np.int32, keys)
+        of, read = given(I32, np.int32, keys) if start is None else (0, None)
         sees, mask = given(F16, np.float16, rows, keys)
 
         def norm(x: int, how: _Norm | None) -> int:
@@ -335,10 +365,16 @@ class SliceGraph:
             )  # fmt: skip
 
         def stored(pool: compute.GgmlTensor, x: int, layer: _Layer) -> int:
-            """Store K or V, and gather those of all keys: `[dim, keys, kv_heads]` of ggml."""
-            x = lib.reshape_2d(context, x, layer.kv_heads * layer.dim, rows)
-            found = lib.get_rows(context, lib.set_rows(context, pool.address, x, to), of)
-            found = lib.reshape_3d(context, found, layer.dim, layer.kv_heads, keys)
+            """Store K or V, and return those of all keys: `[dim, keys, kv_heads]` of ggml."""
+            width = layer.kv_heads * layer.dim
+            x = lib.reshape_2d(context, x, width, rows)
+            found = lib.set_rows(context, pool.address, x, to)
+            shape = layer.dim, layer.kv_heads, keys
+            if start is None:
+                found = lib.reshape_3d(context, lib.get_rows(context, found, of), *shape)
+            else:
+                steps = FLOAT * layer.dim, FLOAT * width, FLOAT * width * start
+                found = lib.view_3d(context, found, *shape, *steps)
             return lib.permute(context, found, 0, 2, 1, 3)
 
         tapped: list[int] = []
@@ -418,22 +454,27 @@ def _passes(plan: AttentionPlan, *, wide: bool) -> Iterator[list[tuple[slice, Se
         yield found
 
 
-def _keys_of(
-    segments: Sequence[tuple[slice, Segment]],
-) -> tuple[np.ndarray, list[tuple[slice, int, int, np.ndarray]]]:
-    """The slots of all keys of segments, those of each in the order of their positions; and for
-    each segment where its rows are among all of these, the first of its keys, the first of its tree
-    keys, and which of these each row sees, bool `[rows, tree keys]`."""
-    slots, sees, first, row = [], [], 0, 0
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What some rows of a batch see: keys in the order of their positions, of which the last are of
+    a tree, and `mask`, bool `[rows, tree keys]`, says who sees these."""
+
+    rows: slice
+    slots: np.ndarray
+    mask: np.ndarray
+
+
+def _seen(segments: Sequence[tuple[slice, Segment]]) -> list[_Seen]:
+    """Of the given rows of each segment, which follow one another."""
+    found, row = [], 0
     for rows, segment in segments:
-        order = np.argsort(segment.tree_positions, kind="stable")
-        own, count = first + len(segment.prefix), rows.stop - rows.start
-        slots += [segment.prefix, segment.tree[order]]
-        start = rows.start - segment.rows.start
+        order = np.lexsort((segment.tree, segment.tree_positions))
+        slots = np.concatenate((segment.prefix, segment.tree[order]))
+        start, count = rows.start - segment.rows.start, rows.stop - rows.start
         mask = segment.mask[start : start + count, order]
-        sees.append((slice(row, row + count), first, own, mask))
-        first, row = own + len(order), row + count
-    return np.concatenate(slots), sees
+        found.append(_Seen(slice(row, row + count), slots, mask))
+        row += count
+    return found
 
 
 def use_ggml(model: Any) -> None:

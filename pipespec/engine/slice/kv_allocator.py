@@ -2,7 +2,7 @@
 
 At any time each slot id in `[0, num_slots)` is either free or owned:
 
-    KVSlotAllocator._free                    free slots; their owner count is 0
+    a count of KVSlotAllocator that is 0     free
     PageTable.slots[row, 0:length)           committed tokens of a sequence, by position; the
                                              sequence is running, or its prefix is retained
     LiveNodes.slot[local], of a live node    one live tree node (pipespec.engine.slice.parent_rule)
@@ -10,7 +10,8 @@ At any time each slot id in `[0, num_slots)` is either free or owned:
 The slot of a committed token may have several owners: sequences that share a prefix. The slot of a
 live node has one. `KVSlotAllocator.counts` counts owners: `allocate` sets 1, `share` adds one,
 `release` removes one, and a slot is free when its count is 0. Committing a node moves its slot id
-from the tree to the page table; K and V are never copied.
+from the tree to the page table; K and V are not copied, but where attention reads slots in the
+order of positions alone (`SliceRunner`).
 """
 
 from __future__ import annotations
@@ -19,26 +20,35 @@ import numpy as np
 
 from pipespec.errors import OutOfSlots
 
+# Slots in which free ones are looked for first.
+NEAR = 512
+
 
 class KVSlotAllocator:
-    """A free list of single-token slots (page size 1) with owner counts, int64 `[num_slots]`."""
+    """Single-token slots (page size 1) with owner counts, int64 `[num_slots]`."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self.counts = np.zeros(num_slots, np.int64)
-        # A stack: the slot that was freed last is used next; a new pool starts with 0, 1, 2, ...
-        self._free = np.arange(num_slots - 1, -1, -1)
         self.num_free = num_slots
 
-    def allocate(self, count: int) -> np.ndarray:
-        """Allocate slots, `[count]`. Raises OutOfSlots if fewer are free."""
+    def allocate(self, count: int, after: int = -1) -> np.ndarray:
+        """Allocate slots, `[count]`, which rise: the lowest free ones above `after`, or of all if
+        there are too few. Raises OutOfSlots if fewer are free."""
         if count > self.num_free:
             raise OutOfSlots(
                 f"{count} KV slots are needed but {self.num_free} of {self.num_slots} are free; "
                 "shorten the context (model.context) or narrow the tree (policy.width)."
             )
+        start, stop = after + 1, after + 1 + NEAR
+        slots = np.flatnonzero(self.counts[start:stop] == 0)
+        while len(slots) < count and stop < self.num_slots:
+            stop += stop - start
+            slots = np.flatnonzero(self.counts[start:stop] == 0)
+        if len(slots) < count:
+            return self.allocate(count)
+        slots = slots[:count] + start
         self.num_free -= count
-        slots = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.counts[slots] = 1
         return slots
 
@@ -48,14 +58,8 @@ class KVSlotAllocator:
 
     def release(self, slots: np.ndarray) -> None:
         """Remove an owner of each of these slots; those without one are free."""
-        left = self.counts.take(slots) - 1
-        self.counts[slots] = left
-        freed = slots[left == 0]
-        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
-        self.num_free += len(freed)
-
-    def free(self) -> np.ndarray:
-        return self._free[: self.num_free]
+        self.counts[slots] -= 1
+        self.num_free += int(np.count_nonzero(self.counts.take(slots) == 0))
 
 
 class PageTable:

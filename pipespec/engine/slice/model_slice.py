@@ -297,6 +297,19 @@ class ModelSlice:
 
     # --- its attention --------------------------------------------------------------------------
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether K and V whose slots rise with positions take less time to read."""
+        return self.of_ggml is not None
+
+    @torch.inference_mode()
+    def move_kv(self, old: np.ndarray, new: np.ndarray) -> None:
+        """Move K and V of all layers from the old slots to the new ones, `[slots]` each."""
+        source, target = torch.from_numpy(old), torch.from_numpy(new)
+        for layer in self.attention_layers:
+            for pool in (layer.pool.keys, layer.pool.values):
+                pool[target] = pool[source]
+
     def set_backend(self, name: str, backend: AttentionBackend) -> None:
         """Use another backend from now on, which has passed its self-test; drops all graphs."""
         self.graphs.drop()

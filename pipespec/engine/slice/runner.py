@@ -131,13 +131,33 @@ class SliceRunner:
         batch, local = batch.select(kept), local[kept]
         if not len(local):
             return batch, local, local
-        slots = self.slots.allocate(len(local))
         node = local != TIP
-        self.nodes.slot[local[node]] = slots[node]
         of_tips = batch.rows[~node]
         pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
+        after = -1 if node.any() else self._order_slots(pages, of_tips[:, POSITION])
+        slots = self.slots.allocate(len(local), after)
+        self.nodes.slot[local[node]] = slots[node]
         self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
         return batch, local, slots
+
+    def _order_slots(self, pages: np.ndarray, positions: np.ndarray) -> int:
+        """Let the slots of the texts before rows at these pages and positions rise with positions
+        by moving K and V, if the model reads them in place then. Returns the last of these."""
+        last = -1
+        for page, first in zip(*np.unique(pages, return_index=True), strict=True):
+            slots = self.pages.slots[page, : positions[first]]
+            if not len(slots):
+                continue
+            last = max(last, int(slots.max()))
+            if not self.model.reads_in_place:
+                continue
+            wrong = slots[:-1] > np.minimum.accumulate(slots[:0:-1])[::-1]
+            moved = slots[wrong.argmax() :] if wrong.any() else slots[:0]
+            if len(moved) and (self.slots.counts[moved] == 1).all():  # no other text has them
+                rising = np.sort(moved)
+                self.model.move_kv(moved.copy(), rising)
+                moved[:] = rising  # in the page table
+        return last
 
     def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
         """The attention plan of a batch whose rows have these local indices. All rows of a sequence
@@ -359,8 +379,7 @@ class SliceRunner:
         for slots in owned:
             np.add.at(owners, slots, 1)
         assert (owners == self.slots.counts).all(), "a slot has other owners than are counted"
-        free = np.sort(self.slots.free())
-        assert np.array_equal(free, np.flatnonzero(owners == 0)), "a slot is lost or free twice"
+        assert self.slots.num_free == np.count_nonzero(owners == 0), "a slot is lost"
         assert self._page_of.keys() == self.lineages.keys() | self.cached.keys()
 
 

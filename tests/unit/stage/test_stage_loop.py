@@ -150,7 +150,7 @@ def test_miss_prunes_the_whole_tree(first):
     sent, _, stage = ran(first, 1, [prompt(0), level, root], {0: [Verdict(7, 3, (9,))]})
     assert [len(batch) for batch in sent[:3]] == [3, 0, 1]
     assert stage.length(7) == 4
-    assert len(stage.slots.free()) == NUM_SLOTS - 4
+    assert stage.slots.num_free == NUM_SLOTS - 4
 
 
 def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):
@@ -158,7 +158,7 @@ def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):
     rows = Context(8, PROMPT, [0, 1, 2]).rows(0)
     back = Batch(1, rows, started=(again,), preempted=(7,))
     sent, controller, stage = ran(first, 1, [prompt(0), back])
-    assert len(stage.slots.free()) == NUM_SLOTS - 3
+    assert stage.slots.num_free == NUM_SLOTS - 3
     assert (sent[1].preempted, sent[1].started, len(sent[1])) == ((7,), (again,), 3)
     assert controller.reports == {}
 
@@ -177,7 +177,7 @@ def test_retained_prefix_is_shared_before_any_slot_is_freed(first):
     assert [batch.retained_prefixes for batch in sent[:3]] == [(), ((7, 3),), ((7, 1),)]
     assert len(sent[2]) == 1 and controller.reports[5]["rows"] == 1
     assert stage.cached == {7: 1}
-    assert len(stage.slots.free()) == NUM_SLOTS - 1
+    assert stage.slots.num_free == NUM_SLOTS - 1
 
 
 def test_last_stage_decides_tokens_and_prunes_its_tree(first, last):
