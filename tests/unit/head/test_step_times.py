@@ -140,11 +140,7 @@ def test_trials_of_a_size_that_no_batch_can_have_end():
 
 
 def decode(
-    modes: Modes,
-    costs: dict[str, float],
-    steps: int,
-    least: float | None = 0,
-    read_ms: float = 0.0,
+    modes: Modes, costs: dict[str, float], steps: int, least: float | None = 0, read_ms: float = 0.0
 ) -> list[str]:
     """The modes of so many steps, each of which decides a token in what its mode costs; where that
     is plain, the draft later takes `read_ms` more to read it."""

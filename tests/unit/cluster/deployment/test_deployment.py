@@ -8,12 +8,7 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import (
-    chosen,
-    scaled,
-    shared_gpu,
-    without_ggml,
-)
+from pipespec.cluster.deployment.checks import chosen, scaled, shared_gpu, without_ggml
 from pipespec.cluster.deployment.deployment import Deployment, fit_context, own_address
 from pipespec.cluster.redis_setup import kept_model
 from pipespec.config.compose import compose

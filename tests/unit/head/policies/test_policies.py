@@ -114,10 +114,7 @@ widths = st.integers(1, 9)
 policies = st.one_of(
     st.just(Root()),
     st.builds(
-        Level,
-        width=widths,
-        children=st.integers(1, 5),
-        cut=st.sampled_from([AFTER, BEFORE]),
+        Level, width=widths, children=st.integers(1, 5), cut=st.sampled_from([AFTER, BEFORE])
     ),
     st.builds(
         BestFirst,
@@ -126,10 +123,7 @@ policies = st.one_of(
         capacity=st.just(60),
         row_cost=st.sampled_from([0.0, 0.01, None]),
     ),
-    st.builds(
-        StaticTree,
-        shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    ),
+    st.builds(StaticTree, shape=st.lists(st.integers(1, 3), min_size=1, max_size=3)),
 )
 pipelines = st.builds(
     Pipeline,
@@ -261,11 +255,7 @@ def test_static_tree_is_scheduled_when_the_proposer_has_no_candidates():
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [
-        ({"shape": []}, "[]"),
-        ({"shape": [1, 0]}, "[1, 0]"),
-        ({"shape": [16, 16, 16]}, "4369 nodes"),
-    ],
+    [({"shape": []}, "[]"), ({"shape": [1, 0]}, "[1, 0]"), ({"shape": [16, 16, 16]}, "4369 nodes")],
 )
 def test_impossible_static_tree_is_refused(arguments, named):
     with pytest.raises(ConfigError) as refusal:
