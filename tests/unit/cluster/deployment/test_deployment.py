@@ -109,6 +109,7 @@ def test_more_children_than_tokens_are_refused():
     ("model_type", "settings", "sentence"),
     [
         ("gpt_oss", ("cluster.tensor_parallel=2",), "Transformers has no tensor-parallel plan"),
+        ("llama", ("cluster.tensor_parallel=3",), r"3 devices cannot share .*: 4 heads"),
         (
             "llama",
             ("cluster.tensor_parallel=2", "model.quantization=int8"),
