@@ -41,23 +41,17 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def head(server: EmbeddedRedis) -> Iterator[Controller]:
-    with head_of(server, NAMESPACE) as controller:
+def head(redis: EmbeddedRedis) -> Iterator[Controller]:
+    with head_of(redis, NAMESPACE) as controller:
         yield controller
 
 
 @pytest.fixture
 def running(
-    server: EmbeddedRedis, demo: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: EmbeddedRedis, demo: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RunningCluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return replace(dialects.entry_of(demo), url=server.url, namespace=NAMESPACE)
+    return replace(dialects.entry_of(demo), url=redis.url, namespace=NAMESPACE)
 
 
 def ended() -> Owner:
@@ -119,13 +113,13 @@ async def test_request_submitted_during_a_read_is_followed_at_once(head, running
 
 
 @pytest.mark.usefixtures("head")
-async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(server, running):
+async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(redis, running):
     far = replace(running, owner=replace(Owner.this(), machine="elsewhere"))
     began = time.monotonic()
     async with attach(far, LONG_S) as client, client.follow() as followed:
         for _ in range(50):
             await ask(followed)
-    with closing(RedisConnection(server.url)) as pipe:
+    with closing(RedisConnection(redis.url)) as pipe:
         ran = pipe.call("INFO", "commandstats").decode()
     looks = re.search(r"cmdstat_exec:calls=(\d+)", ran)
     assert int(looks[1] if looks else 0) <= (time.monotonic() - began) / async_client.HEARTBEAT_S
@@ -172,9 +166,9 @@ async def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(he
     assert head.tokens(1) == ()
 
 
-async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(server, head, running):
+async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(redis, head, running):
     """As when another server takes over: it ends the reads that wait."""
-    with closing(RedisConnection(server.url)) as admin:
+    with closing(RedisConnection(redis.url)) as admin:
         async with attach(running, LONG_S) as client, client.follow() as followed:
             request = await ask(followed)
             accept(head, request, 3, [8])
@@ -187,7 +181,7 @@ async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(server,
             assert await all_of(followed) == [(request, Finished("stop"))]
 
 
-def test_what_ends_the_reader_is_raised_to_all_who_wait(server, running):
+def test_what_ends_the_reader_is_raised_to_all_who_wait(redis, running):
     """Here an administrator of the user's Redis takes the right to read away."""
 
     async def wait(followed: AsyncAnswer) -> None:
@@ -209,7 +203,7 @@ def test_what_ends_the_reader_is_raised_to_all_who_wait(server, running):
                 with pytest.raises(ControllerError, match="no permissions"):
                     await ask(followed)
 
-    admin = RedisConnection(server.url)
+    admin = RedisConnection(redis.url)
     with closing(admin), pytest.raises(ControllerError, match="no permissions"):
         asyncio.run(story())
 
@@ -332,8 +326,8 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(head, runn
         assert client.run(answers.next(LONG_S)) == [(known, Finished("stop"))]
 
 
-async def test_a_call_cancelled_halfway_does_not_disturb_the_next(server, head):
-    log = AsyncRequestLog(server.url, namespace=NAMESPACE, patience=LONG_S)
+async def test_a_call_cancelled_halfway_does_not_disturb_the_next(redis, head):
+    log = AsyncRequestLog(redis.url, namespace=NAMESPACE, patience=LONG_S)
     (first,) = await log.enqueue([Request(0, **ASKED)], 99)
     for turns in range(1, 20):  # of the loop, before it is cancelled
         asking = asyncio.ensure_future(log.look())
@@ -360,7 +354,7 @@ async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(mo
     silent.close()
 
 
-async def test_conversations_are_kept_within_a_bound(server, running, monkeypatch):
+async def test_conversations_are_kept_within_a_bound(redis, running, monkeypatch):
     monkeypatch.setattr(async_request_log, "MAX_CONVERSATION_BYTES", 100)
     async with attach(running, patience=LONG_S) as client:
         log = client.log
@@ -374,7 +368,7 @@ async def test_conversations_are_kept_within_a_bound(server, running, monkeypatc
         found = [await log.conversation(name) for name in ("one", "two", "three", "four")]
         assert found == [None, None, b"c" * 90, None]
     keys = RedisKeys(NAMESPACE)
-    with closing(RedisConnection(server.url)) as pipe:
+    with closing(RedisConnection(redis.url)) as pipe:
         assert pipe.call("GET", keys.conversation_bytes) == b"90"
         assert pipe.call("LRANGE", keys.conversation_order, 0, -1) == [b"90 three"]
         names = (keys.conversation_bytes, keys.conversation_order, f"{keys.conversations}:three")

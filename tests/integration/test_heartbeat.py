@@ -26,29 +26,23 @@ WORKER = "alpha/1"
 PATIENCE_S = 30.0
 
 
-@pytest.fixture
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
+def begin(redis: EmbeddedRedis, plan: str = "") -> int:
+    return epoch_control.begin_epoch(redis.url, NAMESPACE, plan)
 
 
-def begin(server: EmbeddedRedis, plan: str = "") -> int:
-    return epoch_control.begin_epoch(server.url, NAMESPACE, plan)
+def beating(redis: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:
+    return Heartbeat(redis.url, NAMESPACE, WORKER, patience_s=patience_s)
 
 
-def beating(server: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:
-    return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=patience_s)
-
-
-def by_hand(server: EmbeddedRedis) -> Heartbeat:
+def by_hand(redis: EmbeddedRedis) -> Heartbeat:
     """Of a worker that was started by hand, without patience."""
-    return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=0.0, by_hand=True)
+    return Heartbeat(redis.url, NAMESPACE, WORKER, patience_s=0.0, by_hand=True)
 
 
-def kill(server: EmbeddedRedis) -> None:
+def kill(redis: EmbeddedRedis) -> None:
     """Ends the server as a crash would; returns when it is gone."""
-    os.kill(server.pid, signal.SIGKILL)
-    until(lambda: not server.alive())
+    os.kill(redis.pid, signal.SIGKILL)
+    until(lambda: not redis.alive())
 
 
 @contextmanager
@@ -73,42 +67,42 @@ class RecordingLink:
         assert self.rung.wait(PATIENCE_S), "the link was not aborted"
 
 
-def test_each_new_epoch_wakes_waiting_workers(server):
-    with beating(server) as heartbeat:
+def test_each_new_epoch_wakes_waiting_workers(redis):
+    with beating(redis) as heartbeat:
         for number in (1, 2, 3):
             with waiting_for(heartbeat, number - 1) as found:
-                begin(server, f"plan {number}")
+                begin(redis, f"plan {number}")
             assert found.result() == Epoch(number, f"plan {number}")
         heartbeat.check(3)
         with pytest.raises(StaleEpoch, match="Epoch 2 is over"):
             heartbeat.check(2)
 
 
-def test_links_are_aborted_once_when_the_epoch_ends(server):
-    begin(server)
+def test_links_are_aborted_once_when_the_epoch_ends(redis):
+    begin(redis)
     link = RecordingLink()
-    with beating(server) as heartbeat:
+    with beating(redis) as heartbeat:
         epoch = heartbeat.next(0).number
         with heartbeat.aborting(epoch, link.abort):
             assert link.callers == []
-            begin(server)
+            begin(redis)
             link.await_abort()
             with pytest.raises(StaleEpoch):
                 heartbeat.check(epoch)
             # Neither later epochs nor a Redis that goes away call it again.
-            begin(server)
+            begin(redis)
             assert heartbeat.next(2).number == 3
-            kill(server)
-            server.restart()
-            begin(server)
+            kill(redis)
+            redis.restart()
+            begin(redis)
             assert heartbeat.next(3).number == 4
         assert len(link.callers) == 1
         assert threading.get_ident() not in link.callers
 
 
-def test_block_does_not_end_while_its_links_are_aborted(server):
+def test_block_does_not_end_while_its_links_are_aborted(redis):
     """The end of the block would close the link meanwhile."""
-    begin(server)
+    begin(redis)
     begun, ended = threading.Event(), threading.Event()
     overlapped: list[bool] = []
 
@@ -117,46 +111,46 @@ def test_block_does_not_end_while_its_links_are_aborted(server):
             begun.set()
             overlapped.append(ended.wait(0.2))
 
-    with beating(server) as heartbeat:
+    with beating(redis) as heartbeat:
         with heartbeat.aborting(heartbeat.next(0).number, SlowLink().abort):
-            begin(server)
+            begin(redis)
             assert begun.wait(PATIENCE_S)
         ended.set()
     assert overlapped == [False]
 
 
-def test_an_epoch_that_is_over_is_not_guarded(server):
-    begin(server)
+def test_an_epoch_that_is_over_is_not_guarded(redis):
+    begin(redis)
     link = RecordingLink()
-    with beating(server) as heartbeat:
-        begin(server)
+    with beating(redis) as heartbeat:
+        begin(redis)
         heartbeat.next(1)
         with pytest.raises(StaleEpoch, match="a newer one has begun"):
             heartbeat.aborting(1, link.abort).__enter__()
-        begin(server)
+        begin(redis)
         heartbeat.next(2)
     assert link.callers == []
 
 
-def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server):
-    begin(server)
+def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(redis):
+    begin(redis)
     outer, inner = RecordingLink(), RecordingLink()
-    with beating(server) as heartbeat:
+    with beating(redis) as heartbeat:
         epoch = heartbeat.next(0).number
         with heartbeat.aborting(epoch, outer.abort):
             with heartbeat.aborting(epoch, inner.abort):
                 pass
-            begin(server)
+            begin(redis)
             outer.await_abort()
     assert inner.callers == []
 
 
-def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(server, monkeypatch):
+def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(redis, monkeypatch):
     """As with a Redis of the user's, whose launcher was killed."""
     monkeypatch.setattr(heartbeat_module, "LAUNCHER_S", 0.5)
     monkeypatch.setattr(membership, "LAUNCHER_LEASE_S", 0.8)
-    epoch = begin(server)
-    with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
+    epoch = begin(redis)
+    with by_hand(redis) as heartbeat, Membership(redis.url, NAMESPACE) as shared:
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             shared.renew_launcher()
@@ -165,53 +159,53 @@ def test_a_worker_lives_as_long_as_its_launcher_though_redis_lives_on(server, mo
             heartbeat.next(epoch)
 
 
-def test_a_worker_that_gloo_does_not_release_is_killed(server, monkeypatch):
+def test_a_worker_that_gloo_does_not_release_is_killed(redis, monkeypatch):
     monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.2)
-    begin(server)
+    begin(redis)
     killed = threading.Event()
     with (
-        Heartbeat(server.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
+        Heartbeat(redis.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
         heartbeat.aborting(heartbeat.next(0).number, RecordingLink().abort),
         GlooWait(),
     ):
-        begin(server)
+        begin(redis)
         assert killed.wait(PATIENCE_S)
 
 
-def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(server, monkeypatch):
+def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(redis, monkeypatch):
     """It finds out when it uses them next, which may take seconds."""
     monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.0)
-    begin(server)
+    begin(redis)
     killed, link = threading.Event(), RecordingLink()
     with (
-        Heartbeat(server.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
+        Heartbeat(redis.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
         heartbeat.aborting(heartbeat.next(0).number, link.abort),
     ):
-        begin(server)
+        begin(redis)
         link.await_abort()
         for number in (2, 3):
-            begin(server)
+            begin(redis)
             assert heartbeat.next(number).number == number + 1
     assert not killed.is_set()
 
 
-def test_links_are_aborted_when_redis_goes_away(server):
+def test_links_are_aborted_when_redis_goes_away(redis):
     """A rank's own connection is lost too, and its epoch with it."""
-    begin(server)
+    begin(redis)
     link = RecordingLink()
-    with beating(server) as heartbeat, heartbeat.aborting(heartbeat.next(0).number, link.abort):
-        kill(server)
+    with beating(redis) as heartbeat, heartbeat.aborting(heartbeat.next(0).number, link.abort):
+        kill(redis)
         link.await_abort()
     assert len(link.callers) == 1
 
 
-def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server):
-    with Membership(server.url, NAMESPACE) as shared:
+def test_a_lease_is_renewed_until_it_runs_out_after_the_end(redis):
+    with Membership(redis.url, NAMESPACE) as shared:
         assert shared.alive([WORKER]) == {}
-        with beating(server):
+        with beating(redis):
             until(lambda: shared.alive([WORKER]))
             assert shared.alive([WORKER, "beta/0"]) == {WORKER: os.getpid()}
-            pipe = RedisConnection(server.url)
+            pipe = RedisConnection(redis.url)
             lease = RedisKeys(NAMESPACE).lease(WORKER)
             left_ms = pipe.call("PTTL", lease)
             assert 0 < left_ms <= LEASE_S * 1000
@@ -227,30 +221,30 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server):
         until(lambda: not shared.alive([WORKER]))
 
 
-def test_a_redis_that_comes_back_is_reached_again(server):
-    begin(server, "first")
-    with beating(server) as heartbeat, Membership(server.url, NAMESPACE) as before:
+def test_a_redis_that_comes_back_is_reached_again(redis):
+    begin(redis, "first")
+    with beating(redis) as heartbeat, Membership(redis.url, NAMESPACE) as before:
         until(lambda: before.alive([WORKER]))
         heartbeat.next(0)
-        for number, end in ((2, kill), (3, lambda server: None)):
+        for number, end in ((2, kill), (3, lambda redis: None)):
             with waiting_for(heartbeat, number - 1) as found:
-                end(server)
-                server.restart()
+                end(redis)
+                redis.restart()
                 heartbeat.check(number - 1)  # an epoch outlives its Redis
-                begin(server, f"plan {number}")
+                begin(redis, f"plan {number}")
             assert found.result() == Epoch(number, f"plan {number}")
-        with Membership(server.url, NAMESPACE) as shared:
-            RedisConnection(server.url).call("DEL", RedisKeys(NAMESPACE).lease(WORKER))
+        with Membership(redis.url, NAMESPACE) as shared:
+            RedisConnection(redis.url).call("DEL", RedisKeys(NAMESPACE).lease(WORKER))
             until(lambda: shared.alive([WORKER]))
 
 
-def test_a_redis_that_stays_away_too_long_is_given_up(server):
-    begin(server)
+def test_a_redis_that_stays_away_too_long_is_given_up(redis):
+    begin(redis)
     link = RecordingLink()
-    with beating(server, patience_s=0.2) as heartbeat:
+    with beating(redis, patience_s=0.2) as heartbeat:
         epoch = heartbeat.next(0).number
         with waiting_for(heartbeat, epoch) as found:
-            kill(server)
+            kill(redis)
         assert isinstance(found.exception(), Unreachable)
         with pytest.raises(Unreachable, match=r"Redis at .* refused the connection"):
             heartbeat.next(epoch)
@@ -266,12 +260,12 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server):
     assert link.callers == []
 
 
-def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server):
-    begin(server)
+def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(redis):
+    begin(redis)
     with (
-        beating(server) as heartbeat,
-        RedisConnection(server.url) as pipe,
-        Membership(server.url, NAMESPACE) as shared,
+        beating(redis) as heartbeat,
+        RedisConnection(redis.url) as pipe,
+        Membership(redis.url, NAMESPACE) as shared,
     ):
         until(lambda: shared.alive([WORKER]))
         (most,) = pipe.call("CONFIG", "GET", "maxmemory")[1:]
@@ -283,13 +277,13 @@ def test_a_redis_that_refuses_writes_for_a_while_is_waited_for(server):
         heartbeat.check(heartbeat.next(0).number)
 
 
-def test_a_redis_that_takes_nothing_more_is_given_up(server):
-    begin(server)
+def test_a_redis_that_takes_nothing_more_is_given_up(redis):
+    begin(redis)
     link = RecordingLink()
-    with beating(server, patience_s=0.2) as heartbeat:
+    with beating(redis, patience_s=0.2) as heartbeat:
         epoch = heartbeat.next(0).number
         with heartbeat.aborting(epoch, link.abort):
-            RedisConnection(server.url).call("CONFIG", "SET", "maxmemory", 1)
+            RedisConnection(redis.url).call("CONFIG", "SET", "maxmemory", 1)
             link.await_abort()
         for ask in (heartbeat.next, heartbeat.check):
             with pytest.raises(ControllerError, match=r"Redis refuses writes: .*maxmemory"):

@@ -297,14 +297,6 @@ def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(data, capsys):
     assert "--prompt-tokens N" in err
 
 
-@pytest.mark.usefixtures("up")
-def test_a_prompt_too_long_and_a_name_that_is_wrong_are_refused(capsys):
-    assert main(["generate", "--on", NAME, "--prompt", "king " * 4000]) == 2
-    assert "the context holds 2048" in capsys.readouterr().err
-    assert main(["generate", "--on", "labs", "--prompt", "a"]) == 2
-    assert "No cluster named 'labs' is up; these are: lab" in capsys.readouterr().err
-
-
 def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(up, expected, capfd):
     for mode in ([], ["--detach"]):
         code, out, err = up.run("up", "--name", NAME, *mode, *SETTINGS)
@@ -435,10 +427,3 @@ def test_start_that_is_ended_while_it_loads_leaves_nothing(place, by_down):
     assert by_down or process.returncode == 128 + signal.SIGTERM
     until(lambda: not place.processes())
     assert place.files() == []
-
-
-@pytest.mark.usefixtures("place")
-def test_without_clusters_the_status_says_so(capsys):
-    assert main(["status"]) == 0
-    assert capsys.readouterr().out == "No cluster is up.\n"
-    assert status(capsys) == []

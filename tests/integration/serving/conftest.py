@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.helpers.sandbox import Sandbox
@@ -29,3 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 def server(place: Sandbox) -> Iterator[Server]:
     with serving(place, "--on", NAME) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client

@@ -25,12 +25,6 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.fixture(scope="module")
-def gpt(server: Server) -> Iterator[openai.OpenAI]:
-    with server.openai() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def llama(server: Server) -> ollama.Client:
     return ollama.Client(server.url, timeout=PATIENCE_S)
 
@@ -55,39 +49,39 @@ def test_anthropic_package_reads_messages_whole_and_streamed(server, claude):
     assert counted.input_tokens == chat["usage"]["prompt_tokens"]
 
 
-def test_openai_package_reads_responses_whole_and_streamed(gpt):
+def test_openai_package_reads_responses_whole_and_streamed(client):
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
     asked |= {"input": "Tell me a story", "instructions": "Be kind."}
-    told = gpt.responses.create(**asked)
-    events = [*gpt.responses.create(stream=True, **asked)]
+    told = client.responses.create(**asked)
+    events = [*client.responses.create(stream=True, **asked)]
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert told.output_text == text == events[-1].response.output_text
 
 
-def test_responses_continue_earlier_ones(gpt):
+def test_responses_continue_earlier_ones(client):
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
-    first = gpt.responses.create(**asked, input="Tell me a story")
-    later = gpt.responses.create(**asked, input="Go on.", previous_response_id=first.id)
+    first = client.responses.create(**asked, input="Tell me a story")
+    later = client.responses.create(**asked, input="Go on.", previous_response_id=first.id)
     assert later.previous_response_id == first.id
     whole = [
         {"role": "user", "content": "Tell me a story"},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "Go on."},
     ]
-    same = gpt.responses.create(**asked, input=whole)  # type: ignore[call-overload]
+    same = client.responses.create(**asked, input=whole)  # type: ignore[call-overload]
     assert later.output_text == same.output_text
     assert later.usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
-    assert gpt.responses.retrieve(first.id) == first
-    gpt.responses.delete(first.id)
-    for gone in (gpt.responses.retrieve, gpt.responses.delete):
+    assert client.responses.retrieve(first.id) == first
+    client.responses.delete(first.id)
+    for gone in (client.responses.retrieve, client.responses.delete):
         with pytest.raises(openai.NotFoundError, match="There is no response"):
             gone(first.id)
     with pytest.raises(openai.BadRequestError, match="leave stream out"):
-        gpt.responses.retrieve(later.id, stream=True)
-    unkept = gpt.responses.create(**asked, input="Hello", store=False)
+        client.responses.retrieve(later.id, stream=True)
+    unkept = client.responses.create(**asked, input="Hello", store=False)
     for unknown in (unkept.id, first.id, "resp_1"):
         with pytest.raises(openai.BadRequestError, match="There is no response") as refused:
-            gpt.responses.create(**asked, input="Go on.", previous_response_id=unknown)
+            client.responses.create(**asked, input="Go on.", previous_response_id=unknown)
         assert refused.value.code == "previous_response_not_found"
 
 

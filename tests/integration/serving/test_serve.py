@@ -3,7 +3,6 @@
 import re
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.system.folders import resource_dir
 from tests.helpers.sandbox import PATIENCE_S
-from tests.helpers.serving import MODEL, NAME, Server, serving
+from tests.helpers.serving import MODEL, NAME, serving
 from tests.helpers.waiting import until
 from tests.integration.serving.conftest import CONTEXT
 from tools.rig import cluster
@@ -32,12 +31,6 @@ PROMPTS = (
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0}
 HELLO = [{"role": "user", "content": "Tell me a story"}]
 LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.openai() as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

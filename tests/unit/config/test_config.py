@@ -205,6 +205,8 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override, hint):
         ("policy.width=0", ["policy.width is 0", "from 1 to 4096"]),
         ("policy.width=abc", ["policy.width is 'abc'", "a whole number"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
+        ("cluster.threads=0", ["cluster.threads is 0", "from 1 to", "or auto"]),
+        ("cluster.threads=many", ["cluster.threads is 'many'"]),
         ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
         ("model.graph_rows=[64,0]", ["model.graph_rows is 0", "from 1 to", "or nothing: []"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),

@@ -28,13 +28,7 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import VOCABULARY, SimulatedPipeline
-from pipespec.head.decoding_modes import (
-    BESIDE,
-    ONE_TREE,
-    LearntSteps,
-    Modes,
-    deep,
-)
+from pipespec.head.decoding_modes import BESIDE, ONE_TREE, LearntSteps, Modes, deep
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.in_flight import InFlight
 from pipespec.head.policies.best_first import BestFirst

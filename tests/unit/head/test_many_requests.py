@@ -22,9 +22,7 @@ from pipespec.core import (
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulation import (
-    simulate,
-)
+from pipespec.extras.plan.simulation import simulate
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -273,9 +271,7 @@ def test_prompts_of_several_requests_share_a_step_and_take_turns():
 
 
 @pytest.mark.parametrize("policy", [Root(), BestFirst(16, 8)], ids=name)
-def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
-    policy: SpeculationPolicy,
-):
+def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(policy: SpeculationPolicy):
     """Eight RTX 3090 (`conf/emulate/rtx3090_8.yaml`): 65 rows take twice as long as 64, and chunks
     have 128. The stages know that from their start."""
     curve = TimeCurve(((1, 37.8), (64, 37.8), (65, 75.6), (128, 75.6)))

@@ -125,11 +125,7 @@ def test_draft_token_below_padding_is_padding():
 
 
 @pytest.mark.parametrize(
-    ("policy", "deep"),
-    [
-        (BestFirst(width=4, children=2), True),
-        (StaticTree(shape=[1, 1]), False),
-    ],
+    ("policy", "deep"), [(BestFirst(width=4, children=2), True), (StaticTree(shape=[1, 1]), False)]
 )
 def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     config = SchedulerConfig(policy, num_stages=2, rounds=1, prefill_chunk=4, context_limit=64)

@@ -76,9 +76,6 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 PREFIX = prompt(0, 40)
 
 
-# --- what is found ----------------------------------------------------------------------------
-
-
 salts = st.sampled_from(["", "a", "b"])
 
 
@@ -102,9 +99,6 @@ def test_longest_common_prefix_is_found_first(
     for number, each in enumerate(texts):
         index.remove(text_key(*each), number)
     assert len(index) == 0
-
-
-# --- requests one after another ---------------------------------------------------------------
 
 
 def test_request_skips_the_prefix_of_an_earlier_request():
@@ -190,9 +184,6 @@ def test_least_recently_used_text_is_freed_first_and_only_as_far_as_needed():
     assert rows_read(toy, [Request(4, prompt(1, 40), 4)]) == 1
 
 
-# --- requests at the same time ----------------------------------------------------------------
-
-
 def test_concurrent_requests_read_a_common_prompt_once():
     toy = pipeline(
         max_num_seqs=32, num_slots=2000, context_limit=100, prefill_chunk=20, max_rows=20
@@ -242,9 +233,6 @@ def test_preempted_request_rereads_little_if_its_slots_were_not_needed():
     run(toy, requests)
     assert toy.scheduler.admission.preemptions > 0
     assert toy.rows_read < 40 + 20, "it was not read whole again"
-
-
-# --- running states ---------------------------------------------------------------------------
 
 
 def recurrent_pipeline(model_type: str, **changes: object) -> ToyPipeline:
@@ -321,9 +309,6 @@ def test_a_long_text_takes_half_of_the_states_at_most():
     states = toy.scheduler.admission.cache.states
     assert states.places(1, 80) == {16, 32, 48, 64, 79}, "at first they were 8 apart"
     assert rows_read(toy, [Request(2, short, 2)]) == 1
-
-
-# --- whatever happens -------------------------------------------------------------------------
 
 
 loads = st.tuples(

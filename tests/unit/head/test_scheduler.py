@@ -6,17 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from pipespec.core import (
-    DRAFT,
-    KIND,
-    NODE,
-    PARENT,
-    POSITION,
-    STEP_TOKENS,
-    TOKEN,
-    Request,
-    Verdict,
-)
+from pipespec.core import DRAFT, KIND, NODE, PARENT, POSITION, STEP_TOKENS, TOKEN, Request, Verdict
 from pipespec.head.decoding_modes import BESIDE, BETWEEN
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level

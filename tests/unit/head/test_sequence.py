@@ -51,9 +51,6 @@ def guess(sequence: Sequence, letter: str, *, fed: bool) -> None:
         sequence.tree.mark_fed(np.array([len(sequence.tree) - 1]))
 
 
-# --- what is known ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("answer", ["", "o", "once"])
 def test_answer_of_an_earlier_epoch_is_part_of_the_committed_text(answer: str) -> None:
     sequence = opened(answer)
@@ -91,8 +88,6 @@ def test_the_last_position_does_not_depend_on_where_an_epoch_ended(
     assert sequence.tree.position[sequence.drop_past_end(nodes)].tolist() == list(range(root, last))
 
 
-# --- how it ends ------------------------------------------------------------------------------
-
 ENDINGS = pytest.mark.parametrize(
     ("text", "reason", "asked"),
     [
@@ -126,9 +121,6 @@ def test_a_stop_string_that_the_prompt_ends_with_does_not_count() -> None:
     sequence = opened("on", stop=["tell", "l: o"])
     assert sequence.ended is None
     assert sequence.accept([ord("c")], LATER)[1] is None
-
-
-# --- what is counted --------------------------------------------------------------------------
 
 
 def test_replayed_tokens_get_the_time_at_which_the_sequence_was_added() -> None:

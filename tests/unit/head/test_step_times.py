@@ -43,9 +43,6 @@ def times(*steps: tuple[float, float], known: tuple = (), stages: tuple = ()) ->
     return made
 
 
-# --- times by rows --------------------------------------------------------------------------------
-
-
 def test_stage_times_are_the_first_guess_and_fade_as_steps_come_in():
     assert times(stages=FLAT).points == FLAT
     once = times((1, 13.0), stages=FLAT)
@@ -121,9 +118,6 @@ def test_what_was_learnt_survives_as_json():
     assert json.loads(json.dumps(LearntSteps(1, stored=kept).stored())) == kept
 
 
-# --- sizes that are tried -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_stages", [1, 8])
 def test_near_sizes_are_tried_until_they_are_known(num_stages: int):
     trials, known = SizeTrials(num_stages), times(*[(64, 40.0)] * KNOWN)
@@ -145,15 +139,8 @@ def test_trials_of_a_size_that_no_batch_can_have_end():
     assert not trials.pending
 
 
-# --- ways of decoding -----------------------------------------------------------------------------
-
-
 def decode(
-    modes: Modes,
-    costs: dict[str, float],
-    steps: int,
-    least: float | None = 0,
-    read_ms: float = 0.0,
+    modes: Modes, costs: dict[str, float], steps: int, least: float | None = 0, read_ms: float = 0.0
 ) -> list[str]:
     """The modes of so many steps, each of which decides a token in what its mode costs; where that
     is plain, the draft later takes `read_ms` more to read it."""
@@ -203,9 +190,6 @@ def test_time_of_draft_rounds_is_not_added_to_sizes_that_no_step_had():
     for _ in range(16):
         learnt.add([2] * 4, 10.0, rounds=1)
     assert [learnt.times.times.at(rows) for rows in (2, 8)] == pytest.approx([10, 20])
-
-
-# --- whole decoding -------------------------------------------------------------------------------
 
 
 class SharedCores(SimulatedPipeline):

@@ -2,7 +2,7 @@
 
 import json
 
-from pipespec.timing.stats import summarise
+from pipespec.timing.stats import empty_report, summarise
 from pipespec.timing.trace import Timeline, write_chrome_trace
 from tools.docs.glossary import glossary
 
@@ -107,14 +107,10 @@ def test_statistics_of_a_request():
 
 
 def test_a_request_of_one_token_has_no_rates():
-    head = {
-        "rank": 0, "token_ns": [5], "replayed": 0, "hits": 0, "cached_tokens": 0,
-        "control_ns": 0, "features_ns": 0, "times": "", "overlap": True,
-        "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
-        "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
-    }  # fmt: skip
-    stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 4, "dropped": 0, "overruns": 0, "control_ns": 0}
-    stage |= {"attention": "sdpa", "times": ""}
+    head = empty_report(0) | {"token_ns": [5]}
+    head["counts"] |= {"steps": 2, "rows": 3}
+    head["first_token"] = head["counts"]
+    stage = empty_report(1) | {"busy_ns": 1, "elapsed_ns": 4, "attention": "sdpa"}
     stats = summarise(0, [head, stage])
     assert stats["tokens_per_step"] is None
     assert stats["tbt_ms"] == {"mean": None, "p50": None, "p99": None}

@@ -8,12 +8,7 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.checks import (
-    chosen,
-    scaled,
-    shared_gpu,
-    without_ggml,
-)
+from pipespec.cluster.deployment.checks import chosen, scaled, shared_gpu, without_ggml
 from pipespec.cluster.deployment.deployment import Deployment, fit_context, own_address
 from pipespec.cluster.redis_setup import kept_model
 from pipespec.config.compose import compose
@@ -114,6 +109,7 @@ def test_more_children_than_tokens_are_refused():
     ("model_type", "settings", "sentence"),
     [
         ("gpt_oss", ("cluster.tensor_parallel=2",), "Transformers has no tensor-parallel plan"),
+        ("llama", ("cluster.tensor_parallel=3",), r"3 devices cannot share .*: 4 heads"),
         (
             "llama",
             ("cluster.tensor_parallel=2", "model.quantization=int8"),

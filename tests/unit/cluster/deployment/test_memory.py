@@ -28,7 +28,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
 from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.tensor_parallel.tp_member import TPMember
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ConfigError
 from pipespec.placement.measurements import num_slots
 from pipespec.system.liveness import progress
 from tests.helpers import few_bits, models
@@ -62,33 +62,21 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank, dtype):
     assert wanted["model.context"] == model.num_kv_bytes * 64 // slots + 64 * SLOT_BYTES
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-def test_weights_and_slots_of_a_member_are_those_of_its_part(rank):
+@pytest.mark.parametrize(
+    ("size", "rank"), [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_weights_and_slots_of_members_are_those_of_their_parts(size, rank):
+    """Each of four has one of four query heads, of two KV heads."""
     settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
-    deployment = planned("cluster.tensor_parallel=2", *settings)
-    part = rank_components.load_model(deployment, rank, part=TPMember(0, 2))
-    assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
-    slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
-    assert slot * part.num_slots == part.num_kv_bytes
+    group = (f"cluster.tensor_parallel={size}", "cluster.draft_tensor_parallel=1")
+    deployment = planned(*group, *settings)
     whole = rank_components.load_model(planned(*settings), rank)
-    assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
-
-
-@pytest.mark.slow
-def test_devices_of_a_group_hold_what_was_foretold():
-    """Four devices have a query head each, of two KV heads."""
-    settings = ("model.dtype=bfloat16", "model.context=64", "cluster.draft_tensor_parallel=1")
-    deployment = planned("cluster.tensor_parallel=4", *settings)
-    for member in range(4):
-        part = rank_components.load_model(deployment, 1, part=TPMember(member, 4))
-        foretold = required_bytes(deployment, 1)[WEIGHTS]
-        assert part.num_weight_bytes == pytest.approx(foretold, rel=0.001)
-        assert part.num_kv_bytes <= part.num_slots * slot_bytes(deployment, deployment.target, 1)
-
-
-def test_a_group_whose_parts_would_not_be_equal_is_refused():
-    with pytest.raises(ModelError, match=r"3 devices cannot share .*: 4 heads"):
-        planned("cluster.tensor_parallel=3", "cluster.draft_tensor_parallel=1")
+    slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
+    for member in range(size):
+        part = rank_components.load_model(deployment, rank, part=TPMember(member, size))
+        assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
+        assert slot * part.num_slots == part.num_kv_bytes
+        assert part.num_weight_bytes < whole.num_weight_bytes
 
 
 def test_every_member_counts_on_its_device():

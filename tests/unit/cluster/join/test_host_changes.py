@@ -5,7 +5,7 @@ import pytest
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
-from pipespec.cluster.join.host_changes import sample_layers, with_hosts, without_host
+from pipespec.cluster.join.host_changes import with_hosts, without_host
 from pipespec.config.compose import compose
 from pipespec.config.hosts import JOINED, Host, own_name
 from pipespec.errors import ConfigError
@@ -66,7 +66,3 @@ def test_dtypes_stay_those_of_the_first_layout(deployment):
     gpus = replace(deployment, hosts=(host,))
     assert gpus.dtype == "bfloat16"
     assert with_hosts(gpus, [(BETA, MEASURED)]).dtype == "bfloat16"
-
-
-def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(deployment):
-    assert sample_layers(deployment) in (range(7, 8), range(8, 9))

@@ -14,7 +14,7 @@ from pipespec.cluster.ranks.rank_components import measures_steps, scheduler_con
 from pipespec.cluster.ranks.worker import run_rank
 from pipespec.config.compose import compose
 from pipespec.config.hosts import own_name
-from pipespec.errors import ConfigError, RankFailed
+from pipespec.errors import RankFailed
 from pipespec.system.cores import SHARES_CORES, CoreShares
 
 
@@ -91,12 +91,6 @@ def test_learnt_steps_are_those_of_one_model_and_layout():
     ]
     assert keys[0] == keys[1], "policies are not part of it"
     assert len({*keys}) == 3
-
-
-def test_threads_outside_their_limits_are_refused():
-    for wrong in ("0", "many"):
-        with pytest.raises(ConfigError, match=r"cluster\.threads"):
-            compose([f"cluster.threads={wrong}"])
 
 
 def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(monkeypatch):

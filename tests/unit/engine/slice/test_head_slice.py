@@ -80,18 +80,6 @@ def test_layers_that_a_head_reads_are_those_of_its_config(tmp_path, config, taps
 
 
 @pytest.mark.parametrize("model_type", MTP)
-def test_mtp_layer_computes_what_the_class_of_the_target_does(tmp_path, model_type):
-    folder = heads.write_mtp(model_type, tmp_path / "target")
-    target = inspect(folder)
-    features = torch.randn(len(TEXT), target.hidden_size)
-    logits, below = computed(loaded(inspect_head(None, target), target), features)
-    plain = heads.PlainMTP(folder)
-    states = plain.states(0, TEXT[1:], features[:-1])
-    assert torch.allclose(below, states, atol=1e-4)
-    assert torch.allclose(logits, plain.output(states), atol=1e-3)
-
-
-@pytest.mark.parametrize("model_type", MTP)
 def test_mtp_layers_of_a_checkpoint_are_counted(tmp_path, model_type):
     folder = heads.write_mtp(model_type, tmp_path / "target", layers=3)
     target = inspect(folder)

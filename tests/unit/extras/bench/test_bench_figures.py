@@ -10,7 +10,7 @@ from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
 from pipespec.extras.bench.figures import BenchResult, RequestResult
-from pipespec.timing.stats import PERIOD
+from pipespec.timing.stats import PERIOD, empty_report
 from tests.helpers.figures import LABELS
 from tests.helpers.figures import request as made_up
 
@@ -142,23 +142,11 @@ def test_each_benchmark_has_its_own_row() -> None:
 
 def reports() -> list[dict[str, Any]]:
     """Of a head and one stage: tokens after 10, 20 and 40 ms, in two steps."""
-    counts = {"steps": 3, "rows": 3, "rounds": 0, "overruns": 0}
-    head = {
-        "rank": 0,
-        "token_ns": [10_000_000, 20_000_000, 40_000_000],
-        "counts": counts,
-        "first_token": counts | {"steps": 1},
-        "hits": 0,
-        "replayed": 0,
-        "cached_tokens": 0,
-        "control_ns": 0,
-        "features_ns": 0,
-        "times": "4:8;0;0",
-        "overlap": True,
-    }
-    stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
-    times = "1:4,8:12;0.02;100"
-    return [head, {"rank": 1, "attention": "sdpa", "times": times} | stage]
+    head = empty_report(0) | {"token_ns": [10_000_000, 20_000_000, 40_000_000], "times": "4:8;0;0"}
+    head["counts"] |= {"steps": 3, "rows": 3}
+    head["first_token"] = head["counts"] | {"steps": 1}
+    stage = {"busy_ns": 5, "elapsed_ns": 10, "control_ns": 6_000_000, "attention": "sdpa"}
+    return [head, empty_report(1) | stage | {"times": "1:4,8:12;0.02;100"}]
 
 
 def served(*settings: str) -> ModelInfo:

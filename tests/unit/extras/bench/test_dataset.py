@@ -100,10 +100,6 @@ def test_the_shipped_data_set_is_whole_and_a_limit_takes_of_every_benchmark():
     assert len(names) == 4
 
 
-def test_without_a_rate_all_are_due_at_once():
-    assert Load(None).due_s(3) == [0, 0, 0]
-
-
 def test_a_rate_is_exact_over_all_requests():
     due = Load(None, 4.0).due_s(50)
     assert due == sorted(due)

@@ -15,7 +15,7 @@ from pipespec.controller.log_records import Accepted, Finished
 from pipespec.extras.bench import measurement as module
 from pipespec.extras.bench.dataset import Load, Sample
 from pipespec.extras.bench.measurement import BenchRun
-from pipespec.timing.stats import PERIOD
+from pipespec.timing.stats import PERIOD, empty_report
 
 SECOND = 10**9
 PROMPT = [5, 6]
@@ -61,15 +61,11 @@ class StoryClient:
 
     def reports(self, request: int) -> list[dict[str, Any]]:
         self.reported.append((request, len(self._ends)))
-        counts = {"steps": 1, "rows": 2, "rounds": 0, "overruns": 0}
         at = round((self.came[request] + self._seconds[request]) * SECOND)
-        head = {"rank": 0, "token_ns": [at], "counts": counts, "first_token": {}}
-        head |= {"replayed": 0, "hits": 0, "cached_tokens": 0, "overlap": True, "features_ns": 0}
-        period = dict.fromkeys(PERIOD, 1)
-        stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 2, "dropped": 0, "overruns": 0}
-        none = {"control_ns": 0, "events": [], "times": ""}
-        stage |= {"attention": "sdpa"}
-        return [head | none, stage | none | {"period": period}]
+        head = empty_report(0) | {"token_ns": [at]}
+        head["counts"] |= {"steps": 1, "rows": 2}
+        stage = {"busy_ns": 1, "elapsed_ns": 2, "attention": "sdpa"}
+        return [head, empty_report(1) | stage | {"period": dict.fromkeys(PERIOD, 1)}]
 
 
 @pytest.fixture

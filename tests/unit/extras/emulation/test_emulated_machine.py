@@ -2,8 +2,6 @@ import math
 
 import pytest
 
-from pipespec.config.choices import options
-from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import EmulatedMachine
@@ -78,11 +76,3 @@ def test_a_stage_of_experts_reads_those_that_its_rows_choose():
     # One row reads 2 of 4 experts, two rows 3 on average, and many rows all: twice those of one.
     found = [machine.min_stage_ms(1, 0, rows) for rows in (0, 1, 2, 256)]
     assert found == pytest.approx([0, 10, 14, 18])
-
-
-@pytest.mark.parametrize("name", options("emulate"))
-def test_every_machine_can_be_chosen(name):
-    stages = {"mixed_21": 21, "rtx3090_14": 14}.get(name, 8)
-    config = compose([f"emulate={name}", f"cluster.stages={stages}", "emulate_link=10gbe"])
-    assert bool(config.emulate) is (name != "none")
-    assert bool(config.emulate_link)

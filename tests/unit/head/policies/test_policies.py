@@ -114,10 +114,7 @@ widths = st.integers(1, 9)
 policies = st.one_of(
     st.just(Root()),
     st.builds(
-        Level,
-        width=widths,
-        children=st.integers(1, 5),
-        cut=st.sampled_from([AFTER, BEFORE]),
+        Level, width=widths, children=st.integers(1, 5), cut=st.sampled_from([AFTER, BEFORE])
     ),
     st.builds(
         BestFirst,
@@ -126,10 +123,7 @@ policies = st.one_of(
         capacity=st.just(60),
         row_cost=st.sampled_from([0.0, 0.01, None]),
     ),
-    st.builds(
-        StaticTree,
-        shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    ),
+    st.builds(StaticTree, shape=st.lists(st.integers(1, 3), min_size=1, max_size=3)),
 )
 pipelines = st.builds(
     Pipeline,
@@ -185,9 +179,6 @@ def test_policy_is_a_pure_function_of_tree_and_state(pipeline):
             assert np.array_equal(getattr(tree, name), values)
 
 
-# --- level ------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_level_schedules_as_many_levels_a_step_as_draft_rounds_allow(rounds, levels, seed):
     policy = Level(width=4, children=3, levels=levels)
@@ -213,9 +204,6 @@ def test_level_is_cut_before_or_after_the_verdict(cut, fed):
     assert not len(policy.select_to_expand(tree, STATE).nodes), "one level ahead"
     tree.advance([2])
     assert tree.token[chosen(policy, tree, STATE)].tolist() == fed
-
-
-# --- static_tree ------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
@@ -267,19 +255,12 @@ def test_static_tree_is_scheduled_when_the_proposer_has_no_candidates():
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [
-        ({"shape": []}, "[]"),
-        ({"shape": [1, 0]}, "[1, 0]"),
-        ({"shape": [16, 16, 16]}, "4369 nodes"),
-    ],
+    [({"shape": []}, "[]"), ({"shape": [1, 0]}, "[1, 0]"), ({"shape": [16, 16, 16]}, "4369 nodes")],
 )
 def test_impossible_static_tree_is_refused(arguments, named):
     with pytest.raises(ConfigError) as refusal:
         StaticTree(**arguments)
     assert named in str(refusal.value)
-
-
-# --- best_first -------------------------------------------------------------------------------
 
 
 def one_level(probabilities: list[float], *, fed: bool = True) -> Tree:
@@ -456,9 +437,6 @@ def test_no_draft_token_is_scheduled_before_a_root_that_waits():
         assert first[0] == ROOT and len(second) == 0
 
 
-# --- rounds and measurements ------------------------------------------------------------------
-
-
 def rounds_per_step(meter: StepStats, draft_ms: float, stage_ms: float, steps: int) -> list[int]:
     """The rounds that `auto` makes when a step of the stages and a round last so long."""
     out = []
@@ -575,9 +553,6 @@ def test_step_that_lasts_as_long_as_its_draft_round_says_nothing_about_larger_ba
         meter.add_batch(2)
         meter.add_step(10.5, 1, speculating=True)
     assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 5.5), (2, 8.5), (4, 12.5))
-
-
-# --- whether to speculate ---------------------------------------------------------------------
 
 
 def four_stages() -> StepStats:

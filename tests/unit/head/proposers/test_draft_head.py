@@ -228,9 +228,6 @@ def test_root_whose_features_never_come_has_no_candidates(proposer):
         assert not np.isfinite(found.logps).any()
 
 
-# --- MTP layers in turn ----------------------------------------------------------------------
-
-
 class TargetOfMTP:
     """A target with MTP layers, and what these say by plain torch."""
 

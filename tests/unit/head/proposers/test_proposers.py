@@ -35,11 +35,6 @@ def row(candidates: Proposal, i: int = 0) -> dict[int, float]:
     return dict(zip(tokens, np.exp(candidates.logps[i, present]).tolist(), strict=True))
 
 
-# --- candidates -------------------------------------------------------------------------------
-
-
-# --- synthetic --------------------------------------------------------------------------------
-
 PUBLISHED = {1: 0.81, 8: 0.99}
 
 
@@ -177,9 +172,6 @@ def test_synthetic_settings_are_checked(tmp_path: Path):
         read_truth(str(truth))
 
 
-# --- draft model ------------------------------------------------------------------------------
-
-
 class Rows:
     """A runner that computes nothing and records the rows of each pass."""
 
@@ -233,9 +225,6 @@ def test_long_prompt_in_the_draft_does_not_delay_other_sequences():
     while proposer.propose(requests[:1], 2) == [None]:
         pass
     assert draft.read[0] == 30 and len(draft.passes) == 5
-
-
-# --- hybrid -----------------------------------------------------------------------------------
 
 
 class Fixed:
