@@ -217,6 +217,7 @@ def bench_on(job: Job, folder: Path, env: Mapping[str, str]) -> list[dict[str, A
     command += ["--dataset", str(prompts), "--prompt-tokens", str(job.prompt_tokens)]
     command += ["--concurrency", str(job.concurrency)]
     command += [f"decode.max_new_tokens={job.tokens}", f"sampling.temperature={job.temperature}"]
+    command += ["sampling.seed=1"]  # so that texts of several engines can be compared
     done = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S
     )
