@@ -246,9 +246,32 @@ def race(name: str) -> str:
     return table(["one way", *headings], lines) + command_of(stored)
 
 
+# Races beside that of one request over even links, and what is other there.
+OTHER_RACES = {
+    "links_8_stages": "8 stages",
+    "links_8_requests": "8 requests at a time",
+    "links_slow_link": "2 ms one way, but 20 between the second and third stage",
+    "links_slow_stage": "2 ms one way; the second stage has .3 of a processor",
+}
+
+
+def other_races() -> str:
+    """A table of races of pipespec alone, at the delays that their names say."""
+    names = "pipespec root", "pipespec level", "pipespec"
+    lines = []
+    for name, what in OTHER_RACES.items():
+        of = {each["engine"]: each for each in result(name)["rows"]}
+        equal = (f"{of[engine]['equal_answers']} of {of[engine]['answers']}" for engine in names)
+        times = (with_range(of[engine]["tbt_ms"]) for engine in names)
+        lines.append([what, *times, ", ".join(equal)])
+    headings = ["race", "`root`", "`level`", "default", "equal texts"]
+    return table(headings, lines) + command_of(*map(result, OTHER_RACES))
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{name: partial(engines, name) for name in ("peers_h200", "peers_real")},
-    "links": partial(race, "links"),
+    **{name: partial(race, name) for name in ("links", "links_smollm2")},
+    "links_other": other_races,
     "acceptance": partial(
         plain,
         "lossy",
