@@ -378,7 +378,7 @@ def test_known_models_are_listed_within_80_columns(capsys):
         ([*ASKED, "--gpus", "h100:2", "--draft-weights", "x"], "--draft-weights is 'x'"),
         ([*ASKED, "--gpus", "h100:2", "proposer=suffix"], "leave model.draft out"),
         ([*ASKED[:2], "--gpus", "h100:2", "proposer=sufix"], "proposer is 'sufix'; did you mean"),
-        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
+        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "there is no model /no/such"),
         (ASKED, "give --gpus too"),
         (["plan", "--link", "1gbe"], "give --gpus too"),
         (["plan", "--weights", "bfloat16", "stages=4"], "--weights is of a cluster"),
