@@ -70,6 +70,7 @@ def test_version(capsys):
         (["up", "nowhere"], "'nowhere' is not a setting, as name=value, nor a model's folder"),
         (["bench", "/x", "/y"], "Targets are /x and /y; name the draft by --draft"),
         (["up", "--modle", "/x"], "did you mean --model?"),
+        (["serve", "-m", "/x", "-md", "/y"], "'-md' does not exist; set model.draft=VALUE"),
         (
             ["serve", "--max-model-len", "512"],
             "'--max-model-len' does not exist; set model.context",
