@@ -83,7 +83,7 @@ lint: $(VENV)/.dev
 check: lint
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) -m "not slow" tests/unit
 
-# The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
+# The main figures of docs/benchmarks.md at a small size, in six minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
 	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves pipeline.tbt \

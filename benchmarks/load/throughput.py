@@ -112,7 +112,8 @@ def main() -> None:
     for requests in options.requests:
         plain = row(PLAIN, requests, options, {})
         rows.append(plain)
-        rows += [row(method, requests, options, plain) for method in options.methods]
+        others = [method for method in options.methods if method != PLAIN]
+        rows += [row(method, requests, options, plain) for method in others]
     machine = options.machine if options.stage_ms is None else f"{options.stage_ms} (rows:ms)"
     title = (
         f"Simulated throughput, {machine}, {options.stages} stages, {options.rows} rows "

@@ -15,9 +15,16 @@ STDIN = "-"
 SETTINGS = {
     "--max-model-len": "model.context",
     "--ctx-size": "model.context",
+    "-c": "model.context",
+    "--speculative-config": "model.draft",
+    "--model-draft": "model.draft",
+    "-md": "model.draft",
     "--tensor-parallel-size": "cluster.tensor_parallel",
     "--pipeline-parallel-size": "cluster.stages",
     "--max-num-seqs": "scheduler.max_num_seqs",
+    "--parallel": "scheduler.max_num_seqs",
+    "--max-num-batched-tokens": "scheduler.max_num_batched_tokens",
+    "--enable-prefix-caching": "scheduler.prefix_cache",
     "--max-tokens": "decode.max_new_tokens",
     "--n-predict": "decode.max_new_tokens",
     "--temperature": "sampling.temperature",
@@ -29,6 +36,7 @@ SETTINGS = {
     "--quantization": "model.quantization",
     "--kv-cache-dtype": "model.kv_dtype",
     "--kv-cache-memory": "model.kv_memory",
+    "--gpu-memory-utilization": "model.kv_memory",
 }
 # Options that are settings, as other tools name them.
 MODELS = {"-m": "model.target", "--model": "model.target", "--draft": "model.draft"}
@@ -123,10 +131,11 @@ def overrides(rest: list[str], known: Sequence[str], *, stdin_allowed: bool = Fa
         ):
             word = f"model.target={word}"
         found.append(word)
+    found = words(found, known, stdin_allowed=stdin_allowed)
     targets = [each.partition("=")[2] for each in found if each.startswith("model.target=")]
     if len(targets) > 1:
         raise ConfigError(f"Targets are {' and '.join(targets)}; name the draft by --draft.")
-    return words(found, known, stdin_allowed=stdin_allowed)
+    return found
 
 
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:

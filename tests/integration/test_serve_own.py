@@ -110,7 +110,7 @@ def test_streams_survive_killed_head_redis_and_launcher(place, long):
 def test_cluster_that_cannot_start_is_one_sentence(place):
     code, out, err = place.run("serve", "--port", "0", "model.target=/no/such/folder")
     assert (code, out) == (2, "")
-    assert err.startswith("pipespec: there is no model folder /no/such/folder")
+    assert err.startswith("pipespec: there is no model /no/such/folder")
     assert err.count("\n") == 1
     assert place.files() == []
 
@@ -129,7 +129,7 @@ def test_repeatedly_failing_launcher_is_given_up(place, tmp_path, monkeypatch, c
     model.rename(tmp_path / "away")
     os.kill(first.owner.pid, signal.SIGKILL)
     until(lambda: launcher.ended)
-    with pytest.raises(ConfigError, match=f"there is no model folder {model}") as failed:
+    with pytest.raises(ConfigError, match=f"there is no model {model}") as failed:
         until(launcher.watch)
     again = f"{NAME}: the cluster's launcher has ended; it is started again"
     assert capsys.readouterr().err.splitlines() == [

@@ -356,7 +356,7 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(rig):
     settings = [hosts_file(rig.folder, [8, 8]), "model.target=/models/nowhere"]
     assert main(["cache", "fetch", *settings]) == 2
     (text,) = rig.capsys.readouterr().err.splitlines()
-    assert text.startswith("pipespec: there is no model folder /models/nowhere; give an existing")
+    assert text.startswith("pipespec: there is no model /models/nowhere; give a model folder")
 
 
 @needs_root

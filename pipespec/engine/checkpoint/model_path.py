@@ -38,7 +38,7 @@ def resolve(model: str | Path) -> Path:
             f"{path} is a file; give the folder that holds config.json, or a GGUF file"
         )
     if (named := _hub_name(model)) is None:
-        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+        raise ModelError(f"there is no model {path}; give a model folder, a GGUF file or a hub id")
     return _on_hub(*named)
 
 
@@ -79,7 +79,7 @@ def resolve_config(model: str | Path) -> Path:
         raise ModelError(f"{path} has no config.json; give the folder that holds it, or a hub id")
     named = _hub_name(model)
     if named is None or named[1] is not None:
-        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+        raise ModelError(f"there is no model {path}; give a model folder, a GGUF file or a hub id")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -116,6 +116,6 @@ def _revision(source: HubSource, here: Path | None) -> Repository | Path:
         if here is not None:
             return here
         raise ModelError(
-            f"there is no model folder {source.repo!r} and the hub could not be asked for a model "
-            f"of that name: {error}; or correct the name, or give an existing folder"
+            f"there is no model {source.repo!r} here, and the hub could not be asked for it: "
+            f"{error}; or correct the name"
         ) from error

@@ -128,7 +128,8 @@ def add(add_parser: AddParser) -> None:
 class Plan:
     """What is compared, and what is said beside it. `same`: layouts that take at most so much
     longer are as fast (`advice.recommend`). `about`: more for the JSON answer. `more`: the same and
-    sentences about the layout of a label with so many draft rounds, for the one that was chosen."""
+    sentences about the layout of a label with so many draft rounds, for the one that was chosen.
+    `undrafted`: what is advised in its place where no draft tokens pay."""
 
     layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]
@@ -136,6 +137,7 @@ class Plan:
     same: float = 0.01
     about: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[str, Rounds], tuple[Mapping[str, Any], Sequence[str]]] = lambda *_: ({}, ())
+    undrafted: Plan | None = None
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -161,6 +163,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         asked = (plan.layouts, plan.methods, plan.accuracy)
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
     advised = recommend(found, plan.same)
+    if advised is None and plan.undrafted is not None:
+        plan = plan.undrafted
     # Without draft tokens, the layout that is fastest so, with the fewest devices.
     most_ms = min(each.machine.plain_tbt_ms for each in plan.layouts) * (1 + plan.same)
     equal = [each for each in plan.layouts if each.machine.plain_tbt_ms <= most_ms]
@@ -268,8 +272,11 @@ def _of_drafts(_: argparse.Namespace, settings: Sequence[str]) -> Plan:
     return Plan(layouts, [method], suffix, about=about, more=lambda *_: ({}, said))
 
 
-def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
-    """The default policy on each number of GPUs, with which the layers of a model would fit."""
+def _on_gpus(
+    arguments: argparse.Namespace, settings: Sequence[str], *, names_drafts: bool = True
+) -> Plan:
+    """The default policy on each number of GPUs, with which the layers of a model would fit.
+    `names_drafts`: without a draft, name those that would fit."""
     given = _given(settings, *MODELS, "proposer", *ACCURACY)
     suffix = given.get("proposer") == ["suffix"]
     if suffix and "model.draft" in given:
@@ -320,7 +327,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
                 f"With proposals whose first choice is right for {each.hit_rate(1):.0%}: {ms:.0f} "
                 f"ms, {plain_ms / ms:.1f} times as fast as plain pipeline parallelism."
             )
-        if not drafts:
+        if names_drafts and not drafts:
             fitting = gpu_layouts.draft_that_fits(target, gpus)
             small = f"model.draft={fitting} or " if fitting else ""
             said.append(f"Draft tokens may help: give {small}proposer=suffix, which needs no GPU.")
@@ -331,7 +338,9 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said
 
     layouts = [each.layout(("proposer=suffix",) * suffix) for each in clusters]
-    return Plan(layouts, methods, usual, EQUAL, {"target": asdict(shape)}, more)
+    only_target = [text for text in settings if text.startswith("model.target=")]
+    undrafted = _on_gpus(arguments, only_target, names_drafts=False) if drafts else None
+    return Plan(layouts, methods, usual, EQUAL, {"target": asdict(shape)}, more, undrafted)
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[str, str, int]:
@@ -376,7 +385,9 @@ def _advice(
     predictions: Sequence[Prediction], advised: Prediction | None, layout: PlannedLayout
 ) -> list[str]:
     plain_ms = layout.machine.plain_tbt_ms
-    plain = f"plain pipeline parallelism (policy=root), which takes {plain_ms:.1f} ms"
+    several = len({round(each.speedup * each.tbt_ms, 3) for each in predictions}) > 1
+    where = " in the same layout, in the recommended one" if several else ", which takes"
+    plain = f"plain pipeline parallelism (policy=root){where} {plain_ms:.1f} ms"
     said = [f"TBT is the time between tokens in ms; gain is the speed-up over {plain}."]
     speculating = [p for p in predictions if p.policy != "root"]
     losing = sum(p.speedup < 1 for p in speculating)

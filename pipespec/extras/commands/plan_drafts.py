@@ -106,7 +106,7 @@ def compared(
                 curves = ([*curve] for curve in (kept.curve, kept.suffix))
                 accuracy, of_suffixes = (Accuracy.parse(each, USUAL.spread) for each in curves)
                 distilled = True
-            own = shared, size_of(info), figures["round_ms"]
+            own = shared, held_bytes(info), figures["round_ms"]
             add(Draft(draft.setting, *own, measured=kept is not None), accuracy)
             on_done(done, len(models))
     add(Draft("proposer=suffix", round_ms=round_ms, measured=distilled), of_suffixes)
@@ -132,6 +132,16 @@ def size_of(info: CheckpointInfo) -> int:
     return info.loaded("bfloat16", None).total
 
 
+def held_bytes(info: CheckpointInfo) -> int:
+    """Bytes of all weights as this machine would hold them."""
+    dtype = info.chosen_dtype("auto", devices())
+    return info.loaded(dtype, info.weight_format(None, "auto", dtype)).total
+
+
+def devices() -> tuple[str]:
+    return ("cuda:0" if num_cuda() else "cpu",)
+
+
 def distilled_accuracy(folder: Path, target: str) -> DistilledAccuracy | None:
     """What was measured of a draft of this target; None: it was made for none or another."""
     with suppress(Unreadable):
@@ -152,9 +162,9 @@ def timed(target: CheckpointInfo, draft: CheckpointInfo | None, rows: int) -> Ma
     """What `measure_devices` finds of the target, or of a draft. Raises ModelError."""
     from pipespec.cluster.diagnostics.measure_devices import measure
 
-    devices, role = ("cuda:0" if num_cuda() else "cpu",), "stage" if draft is None else "draft"
+    role = "stage" if draft is None else "draft"
     of_draft = None if draft is None else str(draft.path)
-    how: Any = devices, ((role,),), rows, LENGTH, CHILDREN, automatic(devices)
+    how: Any = devices(), ((role,),), rows, LENGTH, CHILDREN, automatic(devices())
     found: Mapping[str, Any] | None
     found = measure(MeasureRequest(str(target.path), of_draft, *how))["devices"][0][role]
     if found is None:

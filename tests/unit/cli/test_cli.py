@@ -64,12 +64,13 @@ def test_version(capsys):
         (["generate", "policy.width=0", "--json", "--prompt", "a", "--chat"], "policy.width is 0"),
         (
             ["generate", "--prompt", "a", "--draft", "/no", "-m", "/no/such"],
-            "no model folder /no/such",
+            "no model /no/such",
         ),
-        (["serve", "nowhere/"], "no model folder nowhere"),
+        (["serve", "nowhere/"], "no model nowhere"),
         (["up", "nowhere"], "'nowhere' is not a setting, as name=value, nor a model's folder"),
         (["bench", "/x", "/y"], "Targets are /x and /y; name the draft by --draft"),
         (["up", "--modle", "/x"], "did you mean --model?"),
+        (["serve", "-m", "/x", "-md", "/y"], "'-md' does not exist; set model.draft=VALUE"),
         (
             ["serve", "--max-model-len", "512"],
             "'--max-model-len' does not exist; set model.context",

@@ -24,8 +24,9 @@ def test_a_folder_is_itself(tmp_path):
 def test_what_is_no_folder_is_refused(tmp_path):
     (file := tmp_path / "config.json").touch()
     assert "is a file" in _refusal(file)
-    for name in (tmp_path / "nowhere", "/" + "x" * 5000, "~no-such-user-at-all/model/here"):
-        assert "there is no model folder" in _refusal(name)
+    for name in (tmp_path / "nowhere.gguf", "/" + "x" * 5000, "~no-such-user-at-all/model/here"):
+        message = _refusal(name)
+        assert "there is no model " in message and "a GGUF file" in message
 
 
 def test_a_name_that_no_hub_provides(monkeypatch, tmp_path):

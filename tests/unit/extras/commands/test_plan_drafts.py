@@ -61,6 +61,8 @@ def test_models_at_hand_are_compared_with_suffixes(models, capsys):
     assert set(by_name) == {"small", "other", "proposer=suffix"}
     assert by_name["small"]["shared"] == 1 and 0.5 < by_name["other"]["shared"] < 0.7
     assert by_name["small"]["top1"] > by_name["other"]["top1"]
+    in_float32 = (models / "small" / "model.safetensors").stat().st_size
+    assert by_name["small"]["num_bytes"] == pytest.approx(in_float32, rel=0.05)
     assert not any(each["measured"] or each["why"] for each in found["drafts"])
     gains = [each["speedup"] for each in found["predictions"]]
     assert gains == sorted(gains, reverse=True) and gains[-1] > 1

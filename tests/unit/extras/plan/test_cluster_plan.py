@@ -314,6 +314,23 @@ def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two
     assert three["tbt_ms"] < one["tbt_ms"] and two["tbt_ms"] < one["tbt_ms"]
 
 
+def test_where_no_draft_pays_none_is_planned_and_the_fastest_gpu_holds_the_target(capsys):
+    asked = ["plan", "model.target=Qwen3-4B", "model.draft=Qwen3-0.6B", "curve=1:0.05"]
+    assert main([*asked, "--tokens", "30", "--gpus", "rtx3090,rtx4090", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"] is None and found["draft_gpu"] is None
+    assert [stage["gpu"] for stage in found["stages"]] == ["rtx4090"]
+    assert main([*asked, "--tokens", "30", "--gpus", "rtx3090,rtx4090"]) == 0
+    said = capsys.readouterr().out
+    assert "Use 1 GPU; the others (1 x rtx3090)" in said and "Draft tokens may help" not in said
+
+
+def test_gains_of_several_layouts_are_over_a_plain_pipeline_in_each(capsys):
+    assert main([*ASKED, "--gpus", "rtx3090:3,h100", "--weights", "int4", "--tokens", "30"]) == 0
+    said = capsys.readouterr().out
+    assert "over plain pipeline parallelism (policy=root) in the same layout, in the rec" in said
+
+
 def test_the_command_plans_layers_with_running_states(capsys):
     kimi, nemotron = MIXED
     asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
@@ -378,7 +395,7 @@ def test_known_models_are_listed_within_80_columns(capsys):
         ([*ASKED, "--gpus", "h100:2", "--draft-weights", "x"], "--draft-weights is 'x'"),
         ([*ASKED, "--gpus", "h100:2", "proposer=suffix"], "leave model.draft out"),
         ([*ASKED[:2], "--gpus", "h100:2", "proposer=sufix"], "proposer is 'sufix'; did you mean"),
-        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
+        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "there is no model /no/such"),
         (ASKED, "give --gpus too"),
         (["plan", "--link", "1gbe"], "give --gpus too"),
         (["plan", "--weights", "bfloat16", "stages=4"], "--weights is of a cluster"),
