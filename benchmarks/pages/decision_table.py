@@ -164,6 +164,13 @@ def short() -> str:
 
 # Of the README's table.
 LEFT_OUT = (
-    *("links of 10 ms", "40 ms", "8 requests", "DeepSeek", "Gbit/s, 64"),
+    *(
+        "links of 10 ms",
+        "40 ms",
+        "8 requests",
+        "DeepSeek",
+        "Gbit/s, 64",
+        "two stages on one box, chat",
+    ),
     *(f"{where}{OF_A_1B}" for where in ("one box", "1 Gbit/s")),
 )
