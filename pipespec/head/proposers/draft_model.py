@@ -151,9 +151,9 @@ class DraftModelProposer:
         nothing = Proposal.from_lists(NO_NODES, [])
         missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
-        for each in requests:
-            wanted += len(each.nodes) * self._num_masks(each)
-            wanted += int(self.read[each.context.sequence].num_rows(each.tree, each.nodes).sum())
+        for asked in requests:
+            wanted += len(asked.nodes) * self._num_masks(asked)
+            wanted += int(self.read[asked.context.sequence].num_rows(asked.tree, asked.nodes).sum())
         free = self._make_room(wanted)
         found: list[Proposal | None] = [None] * len(requests)
         parts: list[np.ndarray] = []

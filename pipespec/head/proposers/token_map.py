@@ -95,10 +95,10 @@ class TokenMap:
         encode = partial(draft.encode, add_special_tokens=False)
         found = cls(ids, spelled, texts, share, (*eos[1], 0)[0], encode)
         owner = {own: token for token, own in enumerate(ids.tolist()) if own != MISSING}
-        for text, own in spelled.items():
-            if text.endswith(b"\n") and own in owner and len(found.spell(text)) > 1:
+        for line, own in spelled.items():
+            if line.endswith(b"\n") and own in owner and len(found.spell(line)) > 1:
                 ids[owner[own]] = MISSING
-                texts[owner[own]] = text
+                texts[owner[own]] = line
         return found
 
     @cached_property
