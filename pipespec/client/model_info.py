@@ -54,8 +54,8 @@ class ModelInfo:
         for name, info in deployment.models[1:]:
             if (tokens := token_map(deployment.target, info, found)) is not None:
                 logger.warning(
-                    "The %s has another vocabulary: %.0f %% of its tokens are the target's too, "
-                    "and it proposes only these.",
+                    "The %s has another vocabulary: %.0f %% of its tokens are the target's too; "
+                    "it proposes these, and others that texts have had.",
                     *(name, 100 * tokens.share),
                 )
         return cls(

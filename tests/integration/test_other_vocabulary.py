@@ -41,7 +41,9 @@ def renamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{text}{text}{text}" if text in lacked else text: token
         for text, token in vocabulary.items()
     }
-    tokenizer["model"]["merges"] = []
+    tokenizer["model"]["merges"] = [
+        pair for pair in tokenizer["model"]["merges"] if not lacked & {*pair, "".join(pair)}
+    ]
     for added in tokenizer["added_tokens"]:
         added["id"] = int(ids[added["id"]])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -87,7 +89,7 @@ def test_one_that_shares_hardly_a_token_is_refused(renamed, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {f"{text}~{text}": id_ for text, id_ in vocabulary.items()}
-    tokenizer["added_tokens"] = []
+    tokenizer["model"]["merges"] = tokenizer["added_tokens"] = []
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = [f"model.target={resource_dir('demo') / 'target'}", f"model.draft={folder}"]
     with pytest.raises(ModelError, match=r"shares only 0\.0% of its tokens with the target"):

@@ -33,7 +33,7 @@ from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Profile, Te
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposer import Context
 from pipespec.head.proposers.draft_model import DraftModelConfig
-from pipespec.head.proposers.token_map import ReadText, token_map
+from pipespec.head.proposers.token_map import ProposedTokens, ReadText, token_map
 from pipespec.placement.host_figures import Figures
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version
@@ -245,7 +245,7 @@ def read_answers(
         context=deployment.longest,
     )
     vocabulary = min(deployment.target.vocab_size, info.vocab_size)
-    columns = torch.arange(vocabulary) if tokens is None else torch.from_numpy(tokens.ids)
+    proposed = None if tokens is None else ProposedTokens(tokens)
     texts = []
     for done, (request, text) in enumerate(zip(long, read, strict=True), 1):
         # Rows after which the tokens of the answer come.
@@ -253,16 +253,23 @@ def read_answers(
         before = lengths[len(request.prompt_ids) : -1] - 1
         ranks: list[int] = []
         probabilities: list[list[float]] = []
+        if proposed is not None:
+            proposed.learn(request.prompt_ids)
         for start, logits in _logits(model, text.own):
             rows = before[(before >= start) & (before < start + len(logits))] - start
-            if len(rows):
-                mine = logits[torch.from_numpy(rows)].index_select(1, columns.clamp(min=0))
-                mine.masked_fill_(columns < 0, -torch.inf)  # the draft lacks them
-                top = mine.softmax(-1).topk(min(candidates, vocabulary))
-                decided = np.array(request.token_ids[len(ranks) : len(ranks) + len(rows)])
-                found = top.indices.numpy() == decided[:, None]
-                ranks += np.where(found.any(1), found.argmax(1) + 1, MISSED).tolist()
-                probabilities += np.round(top.values.double().numpy(), DIGITS).tolist()
+            for row in rows.tolist():
+                decided = request.token_ids[len(ranks)]
+                mine = logits[row, :vocabulary]
+                if proposed is not None:
+                    mine = proposed.logits(logits[row : row + 1])[0]
+                top = mine.softmax(-1).topk(min(candidates, len(mine)))
+                best = top.indices.numpy()
+                if proposed is not None:
+                    best = proposed.known[best]
+                    proposed.learn([decided])
+                found = np.flatnonzero(best == decided)
+                ranks.append(int(found[0]) + 1 if len(found) else MISSED)
+                probabilities.append(np.round(top.values.double().numpy(), DIGITS).tolist())
         texts.append(TextRecord(request.id, request.benchmark, ranks, probabilities))
         on_done(done, len(long))
     return DraftRecord(texts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.core import Batch, Verdict
+from pipespec.core import NODE, Batch, Verdict
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
 from pipespec.head.proposer import (
@@ -25,7 +25,7 @@ from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
 from pipespec.head.proposers.parallel import ParallelDraft, best_paths
-from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
+from pipespec.head.proposers.token_map import FIRST_PART, ProposedTokens, ReadText, TokenMap
 from pipespec.head.tree import ROOT
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.system.device_copy import to_device, to_host
@@ -90,9 +90,9 @@ class DraftModelProposer:
         num_masks = parallel.num_masks if parallel else 0
         self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
         self.tokens = tokens
+        self.proposed = None if tokens is None else ProposedTokens(tokens)
         # Which of the target's tokens the draft's logits are of, rising; None: the first ones.
-        self.known = None if tokens is None else np.flatnonzero(tokens.ids != MISSING)
-        self._columns: Tensor | None = None  # of these tokens, if the draft has others
+        self.known: np.ndarray | None = None
         self._contexts: dict[int, Context] = {}
         self.read: dict[int, ReadText] = {}
         self._warned = False  # about logits that are not finite
@@ -100,13 +100,22 @@ class DraftModelProposer:
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
         self.read[context.sequence] = read = ReadText(context, self.tokens)
+        self._count(context, context.shared_len)
         self.texts.start(read.own)
 
     def accept_verdict(self, verdict: Verdict) -> None:
         own, nodes = self.read[verdict.sequence].accept(verdict)
         # The tree may have dropped nodes that the draft still holds, and added them again.
         self.runner.apply([own], nodes)
+        self._count(self._contexts[verdict.sequence], verdict.base)
         self._learn(verdict)
+
+    def _count(self, context: Context, start: int) -> None:
+        """Learn from a text, from a position on, which tokens that the draft lacks it may have."""
+        if self.proposed is not None:
+            if not context.salted:
+                self.proposed.learn(context.tokens[start:])
+            self.known = self.proposed.known
 
     def _learn(self, verdict: Verdict) -> None:
         """Learn from a verdict how sure candidates are where tokens are drawn."""
@@ -142,7 +151,9 @@ class DraftModelProposer:
         nothing = Proposal.from_lists(NO_NODES, [])
         missing = [self._missing(each.context.sequence) for each in requests]
         wanted = min(self.chunk, sum(map(len, missing)))
-        wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
+        for asked in requests:
+            wanted += len(asked.nodes) * self._num_masks(asked)
+            wanted += int(self.read[asked.context.sequence].num_rows(asked.tree, asked.nodes).sum())
         free = self._make_room(wanted)
         found: list[Proposal | None] = [None] * len(requests)
         parts: list[np.ndarray] = []
@@ -159,11 +170,13 @@ class DraftModelProposer:
             if len(rows) == len(missing[i]):
                 fitting, drafted = self._fitting(requests[i], free)
                 assert ROOT not in fitting.nodes or len(rows), "the root was expanded"
-                free -= len(drafted)
-                at = start + len(rows) + np.searchsorted(drafted, fitting.nodes)
-                at[fitting.nodes == ROOT] = start + len(rows) - 1
                 tree, sequence = requests[i].tree, requests[i].context.sequence
-                rows = np.concatenate((rows, self.read[sequence].tree_rows(tree, drafted)))
+                below = self.read[sequence].tree_rows(tree, drafted)
+                free -= len(below)
+                last = np.flatnonzero(np.append(below[:, NODE], -1) < FIRST_PART)  # of each node
+                at = start + len(rows) + last[np.searchsorted(drafted, fitting.nodes)]
+                at[fitting.nodes == ROOT] = start + len(rows) - 1
+                rows = np.concatenate((rows, below))
                 masked = NO_NODES
                 if self.parallel is not None and self._num_masks(requests[i]):
                     masked = self.parallel.select_nodes(tree, fitting.nodes, free)
@@ -216,9 +229,7 @@ class DraftModelProposer:
 
     def _readable(self, request: ProposalRequest) -> ProposalRequest:
         """The request for the nodes that the draft can read."""
-        if self.tokens is None:
-            return request
-        return request.select(self.tokens.readable(request.tree)[request.nodes])
+        return request
 
     def _finite(self, logps: np.ndarray) -> np.ndarray:
         """Log-probabilities `[rows, n]`, -inf (no candidate) where the draft's logits are NaN or
@@ -254,7 +265,10 @@ class DraftModelProposer:
             wanted[above] = True
             above = np.unique(tree.parent[above])
         wanted[ROOT] = False  # its row is of the decided text
-        nodes = tree.most_probable(np.flatnonzero(wanted), max(free, 0))
+        nodes = np.flatnonzero(wanted)
+        nodes = nodes[np.argsort(-tree.cum[nodes], kind="stable")]
+        num_rows = self.read[sequence].num_rows(tree, nodes).cumsum()
+        nodes = np.sort(nodes[num_rows <= free])
         return request.select((request.nodes == ROOT) | np.isin(request.nodes, nodes)), nodes
 
     def _logits(self, hidden: Tensor, ready: list[_Ready]) -> tuple[list[_Ready], Tensor | None]:
@@ -273,11 +287,9 @@ class DraftModelProposer:
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """The logits of the target's tokens."""
-        if self.tokens is None:
+        if self.proposed is None:
             return logits[:, : self.vocabulary]
-        if self._columns is None:
-            self._columns = to_device(self.tokens.ids[self.known], logits.device)
-        return logits.index_select(1, self._columns)
+        return self.proposed.logits(logits)
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
         """The logits with -inf for tokens that must not follow a node, unless none may."""

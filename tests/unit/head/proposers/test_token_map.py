@@ -5,17 +5,18 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipespec.core import PARENT, POSITION, TOKEN, Request
+from pipespec.core import NODE, PARENT, POSITION, TOKEN, Request, Verdict
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, same_tokens
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.proposer import Context, Proposal
 from pipespec.head.proposers.draft_model import DraftModelProposer
-from pipespec.head.proposers.token_map import MISSING, ReadText, TokenMap
+from pipespec.head.proposers.token_map import MISSING, ProposedTokens, ReadText, TokenMap
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.tree import ROOT, Tree
 from tests.helpers.drafted import Drafted
@@ -98,6 +99,26 @@ def test_tokens_are_alike_by_their_text_alone(pair):
         assert tokens.ids[ours[ENDS[1]]] == theirs[ENDS[1]]
 
 
+def test_a_token_is_spelled_as_the_draft_s_tokenizer_does():
+    """Not by the longest pieces, and line ends as before a letter."""
+    names = ["a", "b", "c", "\u010a", "bc", "ab", "\u010a\u010a", "abc\u010a\u010a"]
+    vocab = {name: i for i, name in enumerate(names)}
+    merges = [("b", "c"), ("a", "b"), ("\u010a", "\u010a")]
+
+    def made(size: int) -> BackendTokenizer:
+        found = Tokenizer(models.BPE({name: i for name, i in vocab.items() if i < size}, merges))
+        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        found.decoder = decoders.ByteLevel()
+        return BackendTokenizer(found.to_str())
+
+    tokens = TokenMap.between(made(8), made(7), vocab_sizes=(8, 7), eos=([], []))
+    assert tokens.tokens(vocab["abc\u010a\u010a"]) == [
+        vocab[name] for name in ("a", "bc", *"\u010a\u010a")
+    ]
+    assert tokens.tokens(vocab["\u010a\u010a"]) == [vocab["\u010a"]] * 2
+    assert tokens.tokens(vocab["ab"]) == [vocab["ab"]] and tokens.share == 1
+
+
 def test_what_ends_a_text_is_alike_whatever_it_is_called():
     words = {"<|end|>": 0, "</s>": 0}
     target, draft = (
@@ -127,25 +148,66 @@ def test_rows_of_a_text_are_in_the_draft_s_tokens_and_positions():
     tree = Tree(9, 2, 2, 3, fed=True)
     tree.add_children(np.array([ROOT]), np.array([[3, 2]]), np.log([[0.6, 0.3]]))
     tree.add_children(np.array([1, 2]), np.array([[4], [4]]), np.log([[0.6], [0.3]]))
-    assert SPELLED.readable(tree).tolist() == [True, True, False, True, False]
-    rows = text.tree_rows(tree, np.array([1, 3]))
-    assert rows[:, TOKEN].tolist() == [3, 1] and rows[:, POSITION].tolist() == [6, 7]
-    assert rows[0, PARENT] == text.own.nodes[-1] == 9
+    nodes = np.array([1, 2, 3, 4])
+    assert text.num_rows(tree, nodes).tolist() == [1, 2, 1, 1]
+    rows = text.tree_rows(tree, nodes)
+    assert rows[:, TOKEN].tolist() == [3, 5, 6, 1, 1]
+    assert rows[:, POSITION].tolist() == [6, 6, 7, 7, 8]
+    assert rows[[0, 2, 3, 4], NODE].tolist() == tree.id[nodes].tolist()
+    assert rows[:, PARENT].tolist() == [9, 9, rows[1, NODE], *rows[[0, 2], NODE]]
+    context.tokens += [2, 4]
+    context.nodes += tree.id[[2, 4]].tolist()
+    _, decided = text.accept(Verdict(7, 4, (2, 4)))
+    assert decided == rows[[1, 2, 4], NODE].tolist(), "what was computed in the tree is kept"
 
 
-def test_nothing_follows_a_token_that_the_draft_lacks_and_it_proposes_none():
+@pytest.mark.parametrize("salted", [False, True])
+def test_a_token_that_the_draft_lacks_is_proposed_once_a_text_had_it(salted):
+    proposer = DraftModelProposer(
+        SliceRunner(ForeignToy(50, SPELLED), 50), 8, VOCABULARY, tokens=SPELLED
+    )
+
+    def proposed(drafted: Drafted) -> set[int]:
+        found = drafted.propose(VOCABULARY)
+        assert np.exp(found.logps).sum() == pytest.approx(1)
+        return {*found.tokens[np.isfinite(found.logps)].tolist()}
+
+    first = Drafted.start(proposer, [1, 3], salted=salted)
+    assert proposed(first) == {0, 1, 3, 4}
+    first.decide(2)
+    others = set() if salted else {2}
+    assert proposed(first) == {0, 1, 3, 4} | others
+    assert proposed(Drafted.start(proposer, [1], number=1)) == {0, 1, 3, 4} | others
+
+
+def test_a_draft_goes_on_below_a_token_that_it_lacks():
     runner = SliceRunner(ForeignToy(50, SPELLED), 50)
     proposer = DraftModelProposer(runner, 8, VOCABULARY, tokens=SPELLED)
     drafted = Drafted.start(proposer, [1, 2])
-    for nodes in ([ROOT], [1, 2]):
-        if nodes != [ROOT]:  # another proposer has added the token
-            drafted.add(Proposal.from_lists(np.array([ROOT]), [[(3, 0.6), (2, 0.3)]]))
+    drafted.propose(VOCABULARY)
+    for above, nodes in ((ROOT, [1, 2]), (1, [3, 4])):
+        drafted.add(Proposal.from_lists(np.array([above]), [[(2, 0.6), (3, 0.3)]]))
         found = drafted.propose(VOCABULARY, nodes)
-        assert found is not None and sorted(found.parents.tolist()) == nodes
-        proposed = found.tokens[np.isfinite(found.logps)]
-        assert set(proposed.tolist()) == {0, 1, 3, 4} and len(proposed) == 4
-    assert not np.isfinite(found.logps[found.parents == 2]).any()
+        assert found is not None and found.parents.tolist() == nodes
+        assert np.isfinite(found.logps).all()
+    computed = runner.model.rows
+    drafted.decide(2, 2, 0)
+    drafted.propose(VOCABULARY)
+    assert runner.model.rows == computed + 1, "both rows of each token are kept"
     runner.check_integrity()
+
+
+def test_tokens_that_begin_alike_share_a_probability_by_how_often_they_were_read():
+    tokens = TokenMap(np.array([4, 0, MISSING, 3, 1]), {b"a": 4, b"b": 6}, {2: b"ab"})
+    proposed = ProposedTokens(tokens)
+    own = torch.tensor([[0.0, 0.0, 9.0, 0.0, 1.0, 9.0, 9.0]])
+    assert proposed.known.tolist() == [0, 1, 3, 4]
+    before = proposed.logits(own).softmax(-1)[0]
+    proposed.learn([2, 1, 0, 2, 1])
+    assert proposed.known.tolist() == [0, 1, 2, 3, 4]
+    after = proposed.logits(own).softmax(-1)[0]
+    assert after[[1, 3, 4]].tolist() == pytest.approx(before[[1, 2, 3]].tolist())
+    assert after[[0, 2]].tolist() == pytest.approx([float(before[0]) / 2] * 2)
 
 
 def test_a_draft_with_other_tokens_is_as_good_where_it_has_them_all():
