@@ -81,7 +81,7 @@ def points(ranks: np.ndarray) -> list[str]:
     return [f"{k}:{share:.6f}" for k, share in enumerate(shares.tolist(), 1)]
 
 
-def accuracy_of(row: dict[str, Any]) -> str:
+def said(row: dict[str, Any]) -> str:
     shares = ", ".join(f"{top:.3f} among {k}" for k, top in zip(TOP_KS, row["top"], strict=True))
     return f"after {row['tokens'] / 1e6:.2f} M tokens the target's token is {shares} of the draft's"
 
@@ -169,9 +169,9 @@ def main(argv: list[str] | None = None) -> None:
     suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
     teacher, student = target, draft
     if args.vocabulary:
-        seen = np.bincount(np.concatenate(mix.streams), minlength=target.config.vocab_size)
-        said = torch.from_numpy(np.argsort(-seen, kind="stable")[: args.vocabulary].copy())
-        teacher, student = (saying(each, said.to(args.device)) for each in (target, draft))
+        seen = torch.from_numpy(np.bincount(np.concatenate(mix.streams)))
+        frequent = seen.argsort(descending=True, stable=True)[: args.vocabulary].to(args.device)
+        teacher, student = saying(target, frequent), saying(draft, frequent)
 
     def loss_of(step: int) -> Tensor:
         ids = budget.batch("draft", mix, step).to(args.device)
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
         top = [float((ranks <= k).mean()) for k in TOP_KS]
         rows[:] = [*(row for row in rows if row["tokens"] < tokens), {"tokens": tokens, "top": top}]
         store(path, {"top_ks": TOP_KS, "accuracy": rows})
-        console.print(accuracy_of(rows[-1]), soft_wrap=True)
+        console.print(said(rows[-1]), soft_wrap=True)
         copy.deepcopy(draft).to(dtype).save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
         plan = {"target": full_name(args.target), "curve": points(ranks), "suffix": suffix}

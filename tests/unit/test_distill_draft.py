@@ -200,10 +200,17 @@ def test_curve_of_few_tokens_is_one_that_plan_takes():
     assert points(np.array([17]))[0] == "1:0.001000"
 
 
-def test_no_text_to_learn_from_is_refused(target, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((), "give --text, --answers or both"),
+        (("--text", "a", "--halve", "--vocabulary", "9"), "--halve makes an output head anew"),
+    ],
+)
+def test_options_that_make_no_draft_are_refused(given, why, target, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--target", str(target), "--out", str(tmp_path), "--layers", "2"])
-    assert "give --text, --answers or both" in capsys.readouterr().err
+        main(["--target", str(target), "--out", str(tmp_path), "--layers", "2", *given])
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
