@@ -4,19 +4,21 @@
     python -m tools.distill_draft --target TARGET --answers FOLDER --out DRAFT --layers 4 --halve
 
 The draft has the target's architecture with fewer layers, and with `--halve` half its widths. With
-the target's widths it begins as so many of its layers, from the first to the last; with half of
-them, at random. It learns the target's distribution (KL divergence, later also its greedy choice)
-on the target's own text: on answers that `pipespec serve` has kept, `--answers`, or on the target's
-continuations of beginnings of `--text`, a folder of text files, on which it learns too. `--target`
-is a folder or a hub id, `--tokens` the budget. A run that was killed continues in `--folder`. At
-every checkpoint the draft is measured on text that the target wrote and that it does not learn
-from, of kept answers the newest; the curve goes into `accuracy.json` of the draft. At the end
-`pipespec plan --drafts` says what it would gain.
+the target's widths it begins as so many of its layers, from the first to the last, and keeps its
+embeddings and output head; with half of them it begins at random. It learns the target's
+distribution (KL divergence, later also its greedy choice) on the target's own text: on answers that
+`pipespec serve` has kept, `--answers`, or on the target's continuations of beginnings of `--text`,
+a folder of text files, on which it learns too. `--target` is a folder, a GGUF file or a hub id,
+`--tokens` the budget. A run that was killed continues in `--folder`. At every checkpoint the draft
+is written, and measured on text that the target wrote and that it does not learn from, of kept
+answers the newest; the curve goes into its `accuracy.json`. At the end `pipespec plan --drafts`
+says what it would gain.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from pipespec.cli.main import main as pipespec
 from pipespec.client.model_info import full_name
@@ -36,9 +38,12 @@ from tools.distilling import (
     kept_answers,
     kept_layers,
     kl_loss,
+    load_target,
     model_folder,
     own_text,
+    read,
     read_text,
+    saying,
     student_of,
     suffix_ranks,
 )
@@ -50,19 +55,20 @@ MEASURED_ROWS, MEASURED_SHARE = 32, 0.1
 
 
 @torch.inference_mode()
+def own_logits(model: PreTrainedModel, text: Text) -> Tensor:
+    """`[tokens, vocabulary]`, for the part of a text that is the target's own."""
+    ids = torch.from_numpy(text.ids.astype(np.int64))[None].to(model.device)
+    return model(input_ids=ids, use_cache=False).logits[0, text.begin - 1 : -1]
+
+
 def draft_ranks(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text]
+    draft: PreTrainedModel, texts: Sequence[Text], choices: Sequence[Tensor]
 ) -> np.ndarray:
-    """The rank of the target's greedy token for the draft, from 1, where texts are the target's
-    own."""
+    """The rank of the target's choices for the draft, from 1, where texts are the target's own."""
     ranks = []
-    for text in texts:
-        ids = torch.from_numpy(text.ids.astype(np.int64))[None].to(target.device)
-        wanted, logits = (
-            model(input_ids=ids, use_cache=False).logits[0, text.begin - 1 : -1]
-            for model in (target, draft)
-        )
-        score = logits.gather(-1, wanted.argmax(-1, keepdim=True))
+    for text, chosen in zip(texts, choices, strict=True):
+        logits = own_logits(draft, text)
+        score = logits.gather(-1, chosen[:, None])
         ranks.append((logits > score).sum(-1).cpu().numpy() + 1)
     return np.concatenate(ranks)
 
@@ -89,7 +95,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--target", required=True, help="folder, GGUF file or hub id")
     parser.add_argument("--text", type=Path, help="folder of *.txt")
     parser.add_argument("--answers", type=Path, help="folder of answers that a server has kept")
     parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
@@ -101,6 +107,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence (256)")
     parser.add_argument("--own-rows", type=int, default=1024, help="texts of the target (1024)")
     parser.add_argument("--own-share", type=float, default=0.5, help="of a batch (0.5)")
+    parser.add_argument(
+        "--vocabulary", type=int, help="the tokens, most frequent first, of the loss (all)"
+    )
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (100)")
     parser.add_argument("--log-every", type=int, default=20, help="steps (20)")
     parser.add_argument("--seed", type=int, default=1)
@@ -108,6 +117,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.text is None and args.answers is None:
         parser.error("give --text, --answers or both, to learn from")
+    if args.halve and args.vocabulary:
+        parser.error("--halve makes an output head anew, which learns all tokens")
     return args
 
 
@@ -116,10 +127,9 @@ def main(argv: list[str] | None = None) -> None:
     args.folder = args.folder or Path(".training") / args.out.name
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = model_folder(args.target)
-    layers = kept_layers(AutoConfig.from_pretrained(folder).num_hidden_layers, args.layers)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    target.requires_grad_(False).eval().to(args.device)
+    layers = kept_layers(read(AutoConfig, folder).num_hidden_layers, args.layers)
+    tokenizer = read(AutoTokenizer, folder)
+    target = load_target(folder, torch.float32).to(args.device)
     torch.manual_seed(args.seed)
     draft = student_of(target, layers, halve=args.halve).to(args.device)
 
@@ -132,10 +142,10 @@ def main(argv: list[str] | None = None) -> None:
             for rows, seed in ((args.own_rows, args.seed), (MEASURED_ROWS, args.seed + 1))
         )
     else:
-        copy = args.folder / "answers"  # as a server goes on writing
-        if not copy.exists():
-            shutil.copytree(args.answers, copy)
-        kept = kept_answers(copy, full_name(args.target))
+        copied = args.folder / "answers"  # as a server goes on writing
+        if not copied.exists():
+            shutil.copytree(args.answers, copied)
+        kept = kept_answers(copied, full_name(args.target))
         measured = max(1, int(MEASURED_SHARE * len(kept)))
         learnt, texts = kept[:-measured], kept[-measured:][-MEASURED_ROWS:]
     own = np.concatenate([each.ids for each in learnt])
@@ -146,20 +156,37 @@ def main(argv: list[str] | None = None) -> None:
     mix = mix.plus(own, args.own_share if text else 1.0)
 
     budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
-    made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
+    made_of = {
+        "target": str(folder),
+        "layers": layers,
+        "halve": args.halve,
+        "vocabulary": args.vocabulary,
+    }
     path = args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["accuracy"] if path.exists() else []
+    dtype = read(AutoConfig, folder).dtype or torch.float32
+    choices = [own_logits(target, each).argmax(-1) for each in texts]
+    suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
+    teacher, student = target, draft
+    if args.vocabulary:
+        seen = torch.from_numpy(np.bincount(np.concatenate(mix.streams)))
+        frequent = seen.argsort(descending=True, stable=True)[: args.vocabulary].to(args.device)
+        teacher, student = saying(target, frequent), saying(draft, frequent)
 
     def loss_of(step: int) -> Tensor:
         ids = budget.batch("draft", mix, step).to(args.device)
-        return kl_loss(target, draft, ids, step / budget.steps)
+        return kl_loss(teacher, student, ids, step / budget.steps)
 
     def measure(step: int) -> None:
-        ranks, tokens = draft_ranks(target, draft, texts), step * budget.batch_tokens
+        ranks, tokens = draft_ranks(draft, texts, choices), step * budget.batch_tokens
         top = [float((ranks <= k).mean()) for k in TOP_KS]
         rows[:] = [*(row for row in rows if row["tokens"] < tokens), {"tokens": tokens, "top": top}]
         store(path, {"top_ks": TOP_KS, "accuracy": rows})
         console.print(said(rows[-1]), soft_wrap=True)
+        copy.deepcopy(draft).to(dtype).save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
+        plan = {"target": full_name(args.target), "curve": points(ranks), "suffix": suffix}
+        store(args.out / "accuracy.json", {"top_ks": TOP_KS, "accuracy": rows, "plan": plan})
 
     if not rows:
         measure(0)
@@ -175,12 +202,6 @@ def main(argv: list[str] | None = None) -> None:
         log_every=args.log_every,
         on_checkpoint=measure,
     )
-    own_curve = points(draft_ranks(target, draft, texts))
-    draft.to(AutoConfig.from_pretrained(folder).dtype or torch.float32).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    suffix = points(suffix_ranks(learnt, texts, TOP_KS[-1]))
-    plan = {"target": full_name(args.target), "curve": own_curve, "suffix": suffix}
-    store(args.out / "accuracy.json", {"top_ks": TOP_KS, "accuracy": rows, "plan": plan})
     models = f"model.target={args.target}", f"model.draft={args.out}"
     console.print(f"The draft is in {args.out}.", soft_wrap=True)
     console.print(f"To decode with it: pipespec generate {' '.join(models)}", soft_wrap=True)

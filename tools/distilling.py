@@ -3,6 +3,7 @@ writes for this or has written for users."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from rich.progress import track
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
@@ -46,6 +47,20 @@ def model_folder(model: str) -> Path:
         return path
     except ModelError as error:
         raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
+
+
+def read(kind: Any, path: Path, **options: Any) -> Any:
+    """`kind.from_pretrained` of a model's folder or GGUF file."""
+    if path.is_dir():
+        return kind.from_pretrained(path, **options)
+    return kind.from_pretrained(path.parent, gguf_file=path.name, **options)
+
+
+def load_target(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A target to learn from, of a GGUF file with dequantised weights."""
+    options = {} if path.is_dir() else {"quantization_config": GgufConfig(dequantize=True)}
+    model = read(AutoModelForCausalLM, path, dtype=dtype, **options)
+    return model.eval().requires_grad_(False)
 
 
 def kept_layers(count: int, wanted: int) -> list[int]:
@@ -80,8 +95,9 @@ def _half_the_heads(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> PreTrainedModel:
-    """A draft before it has learnt: `layers` of the target, or at random with half its widths.
-    Raises SystemExit for a target whose layers are not in `model.layers`."""
+    """A draft before it has learnt: `layers` of the target, between its embeddings and output head,
+    which stay as they are; or at random with half its widths. Raises SystemExit for a target whose
+    layers are not in `model.layers`."""
     if not hasattr(getattr(target, "model", None), "layers"):
         raise SystemExit(
             f"Layers of a {target.config.model_type} cannot be left out; take a Llama."
@@ -99,7 +115,22 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
             elif int(number) in place:
                 weights[f"{before}.layers.{place[int(number)]}.{rest}"] = value
         student.load_state_dict(weights)
+        for kept in (student.get_input_embeddings(), student.get_output_embeddings()):
+            kept.requires_grad_(False)
     return student
+
+
+def saying(model: PreTrainedModel, tokens: Tensor) -> PreTrainedModel:
+    """The model with logits of these tokens alone; all other weights are those of `model`."""
+    whole = model.get_output_embeddings()
+    part, found = copy.copy(whole), copy.copy(model)
+    part._parameters = {
+        name: None if each is None else nn.Parameter(each[tokens], requires_grad=False)
+        for name, each in whole._parameters.items()
+    }
+    modules = model.named_children()
+    found._modules = {name: part if each is whole else each for name, each in modules}
+    return found
 
 
 def kl_loss(

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.extras.bench import dataset
+from tools.distilling import load_target
 from tools.draft_head import DraftHead, feature_layers
 from tools.training import console, key_of, train, written
 
@@ -55,13 +56,6 @@ class Text:
     @property
     def prompt(self) -> tuple[int, ...]:
         return tuple(self.tokens[: self.answer].tolist())
-
-
-def load_target(path: Path) -> PreTrainedModel:
-    name = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if name else path
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **name)
-    return model.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
@@ -214,7 +208,7 @@ def prepared(options: argparse.Namespace) -> tuple[DraftHead, Tensor, list[Text]
     vocabulary, which its tokenizer learnt first.
     """
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = load_target(options.target)
+    model = load_target(options.target, torch.bfloat16)
     every = texts(model, None, options)
     held_out = every[::HELD_OUT]
     unseen = {text.prompt for text in held_out}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
@@ -21,8 +22,12 @@ from tools.distilling import (
     continue_greedily,
     kept_answers,
     kept_layers,
+    load_target,
+    saying,
+    student_of,
     suffix_ranks,
 )
+from tools.rig import gguf_files
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +97,47 @@ def test_a_draft_is_a_model_with_a_curve(target, corpus, tmp_path, capsys):
     assert all(a <= b for row in curve for a, b in zip(row["top"], row["top"][1:], strict=False))
 
 
+def test_draft_of_a_gguf_file_keeps_its_embeddings(target, corpus, tmp_path):
+    """And learns from its dequantised weights, with a loss of its most frequent tokens."""
+    file = gguf_files.write(
+        target, tmp_path / "it.gguf", "llama", lambda _: Type.F16, tokenizer=target
+    )
+    run(file, corpus, tmp_path / "draft", "--layers", "2", "--vocabulary", "64")
+    wanted = load_target(file, torch.float32).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "draft").state_dict()
+    kept = ("model.embed_tokens.weight", "lm_head.weight")
+    assert all(torch.equal(found[name], wanted[name]) for name in kept)
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(found[layer], wanted[layer])
+
+
+def test_killed_run_has_left_a_draft(target, corpus, tmp_path, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.distill_draft.optimizers_for", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, corpus, tmp_path / "draft", "--layers", "2")
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert draft.config.num_hidden_layers == 2
+    curve = json.loads((tmp_path / "draft" / "accuracy.json").read_text())["plan"]["curve"]
+    assert Accuracy.parse(curve, 0.5).hit_rate(16) <= 1
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_those_of_the_model(target):
+    whole = load_target(target, torch.float32)
+    student = student_of(whole, [0, 4], halve=False)
+    ids, tokens = torch.arange(12)[None], torch.tensor([7, 3, 2000])
+    wanted = student(input_ids=ids).logits[..., tokens]
+    found = saying(student, tokens)(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted)
+    assert student(input_ids=ids).logits.shape[-1] == 2048
+    found.sum().backward()
+    learning = {name for name, each in student.named_parameters() if each.grad is not None}
+    assert "model.layers.1.mlp.up_proj.weight" in learning
+    assert not any("embed" in name or "lm_head" in name for name in learning)
+
+
 def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus, tmp_path):
     run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=256)
     other = shutil.copytree(target, tmp_path / "other")
@@ -154,10 +200,17 @@ def test_curve_of_few_tokens_is_one_that_plan_takes():
     assert points(np.array([17]))[0] == "1:0.001000"
 
 
-def test_no_text_to_learn_from_is_refused(target, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((), "give --text, --answers or both"),
+        (("--text", "a", "--halve", "--vocabulary", "9"), "--halve makes an output head anew"),
+    ],
+)
+def test_options_that_make_no_draft_are_refused(given, why, target, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--target", str(target), "--out", str(tmp_path), "--layers", "2"])
-    assert "give --text, --answers or both" in capsys.readouterr().err
+        main(["--target", str(target), "--out", str(tmp_path), "--layers", "2", *given])
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
