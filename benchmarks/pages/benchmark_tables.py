@@ -248,8 +248,11 @@ def race(name: str) -> str:
 
 # Races beside that of one request over even links, and what is other there.
 OTHER_RACES = {
+    "links_smollm2_hybrid": "SmolLM2 as above, with `proposer=hybrid`",
     "links_8_stages": "8 stages",
+    "links_temperature": "temperature .7",
     "links_8_requests": "8 requests at a time",
+    "links_32_requests": "32 requests at a time",
     "links_slow_link": "2 ms one way, but 20 between the second and third stage",
     "links_slow_stage": "2 ms one way; the second stage has .3 of a processor",
 }
