@@ -38,6 +38,8 @@ from pipespec.timing.batch_times import (
     size_bucket,
 )
 
+# The target size is at most so many times the largest that steps have had.
+GROWTH = 4
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.
@@ -92,6 +94,7 @@ class StepStats:
         self._speculates: bool | None = None  # as learnt
         self._trial_rows: int | None = None
         self._target_rows = 1
+        self._grows = False  # the target size, to one that is not known yet
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
         self._offered = np.zeros((4, max_rows))
         self._fed, self._fed_per_answer = Ema(), Ema()
@@ -155,10 +158,15 @@ class StepStats:
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
         """The target size, or another that this step tries, as its time is unknown."""
-        self._trial_rows = None
+        self._trial_rows, self._grows = None, False
         self._target_rows = 1 if target is None else target.rows
         if self._learnt is not None and target is not None and self._speculates is not False:
             known = self._learnt.times.times
+            # The largest size grows step by step: what many rows cost must not be found out by
+            # many seconds.
+            largest = GROWTH * max((rows for rows, _ in known.measured), default=1)
+            self._grows = target.rows > largest
+            target = replace(target, rows=min(target.rows, round(largest)))
             most = len(self._offered[0])
             self._trial_rows = self._learnt.trials.next_rows(known, target.rows, most)
             if self._trial_rows is not None:
@@ -241,7 +249,7 @@ class StepStats:
             took_ms -= min(slots_ms, took_ms / 2)
             self._learnt.add([rows for rows, _ in now.computed], took_ms, now.rounds_beside)
             if self._speculates or (self._speculates is not None and not speculating):
-                trying = self._speculates and self._learnt.trials.pending
+                trying = self._speculates and (self._grows or self._learnt.trials.pending)
                 self._learnt.modes.add(ms, tokens, self._target_rows, counts=not trying)
         if now.rows:
             self._by_rows.add(now.rows, ms)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -24,8 +25,9 @@ from pipespec.head.decoding_modes import (
     deep,
 )
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.policy import SpeculationPolicy, TargetBatch
 from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.step_stats import GROWTH, StepStats
 from pipespec.head.step_times import COMPARED, KNOWN, LearntTimes, SizeTimes, SizeTrials
 from pipespec.timing.batch_times import Points
 
@@ -190,6 +192,23 @@ def test_time_of_draft_rounds_is_not_added_to_sizes_that_no_step_had():
     for _ in range(16):
         learnt.add([2] * 4, 10.0, rounds=1)
     assert [learnt.times.times.at(rows) for rows in (2, 8)] == pytest.approx([10, 20])
+
+
+def test_sizes_grow_step_by_step_to_those_that_no_step_has_had():
+    learnt = LearntSteps(1, overlap=False)
+    learnt.set_stage_times(FLAT)
+    stats, sizes = StepStats(1, max_rows=128, learnt=learnt), list[int]()
+    for _ in range(5):
+        stats.choose_mode(1)
+        target = stats.choose_trial(TargetBatch(100, 0.0, 1.0))
+        assert target is not None
+        sizes.append(target.rows)
+        stats.add_batch(target.rows)
+        stats.begin_step()
+        stats.add_step(10.0 + target.rows, 1, speculating=True)
+    assert sizes[0] <= GROWTH
+    assert all(after <= 2 * GROWTH * before for before, after in pairwise(sizes)), "with a trial"
+    assert max(sizes) == 100
 
 
 class SharedCores(SimulatedPipeline):
