@@ -164,7 +164,7 @@ class StepStats:
             known = self._learnt.times.times
             # The largest size grows step by step: what many rows cost must not be found out by
             # many seconds.
-            largest = GROWTH * max((rows for rows, _ in known.measured), default=1)
+            largest = GROWTH * max([1, *(rows for rows, _ in known.measured)])
             self._grows = target.rows > largest
             target = replace(target, rows=min(target.rows, round(largest)))
             most = len(self._offered[0])
