@@ -220,6 +220,10 @@ def parse() -> argparse.Namespace:
     options = parse_job(parser)
     if (lacking := testbed.missing()) is not None:
         parser.error(f"{lacking}.")
+    if options.quota and not testbed.CONTROL_GROUPS.is_dir():
+        parser.error("--quota needs the control groups of Linux, version 1.")
+    if options.slow_link and options.stages < 3:
+        parser.error("--slow-link needs three stages.")
     return options
 
 

@@ -60,6 +60,8 @@ class _ThisStep:
     drafted_ms: float = 0.0  # of the rounds that every step has
     delaying_ms: float = 0.0  # of rounds after the verdict
     verdict_received: bool = False
+    most_rows: float = inf  # of its batch, below the target size, as the cost of more is unknown
+    grows: bool = False  # whether it has that many
     rows: int = field(init=False)  # of the largest batch, which a stage computes
     prompt_rows: int = field(init=False)
 
@@ -94,7 +96,6 @@ class StepStats:
         self._speculates: bool | None = None  # as learnt
         self._trial_rows: int | None = None
         self._target_rows = 1
-        self._grows = False  # the target size, to one that is not known yet
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
         self._offered = np.zeros((4, max_rows))
         self._fed, self._fed_per_answer = Ema(), Ema()
@@ -158,15 +159,16 @@ class StepStats:
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
         """The target size, or another that this step tries, as its time is unknown."""
-        self._trial_rows, self._grows = None, False
+        self._trial_rows = None
         self._target_rows = 1 if target is None else target.rows
         if self._learnt is not None and target is not None and self._speculates is not False:
             known = self._learnt.times.times
             # The largest size grows step by step: what many rows cost must not be found out by
             # many seconds.
-            largest = GROWTH * max([1, *(rows for rows, _ in known.measured)])
-            self._grows = target.rows > largest
-            target = replace(target, rows=min(target.rows, round(largest)))
+            largest = round(GROWTH * max([1, *(rows for rows, _ in known.measured)]))
+            if target.rows > largest:
+                self._now.most_rows = largest
+                target = replace(target, rows=largest)
             most = len(self._offered[0])
             self._trial_rows = self._learnt.trials.next_rows(known, target.rows, most)
             if self._trial_rows is not None:
@@ -249,7 +251,7 @@ class StepStats:
             took_ms -= min(slots_ms, took_ms / 2)
             self._learnt.add([rows for rows, _ in now.computed], took_ms, now.rounds_beside)
             if self._speculates or (self._speculates is not None and not speculating):
-                trying = self._speculates and (self._grows or self._learnt.trials.pending)
+                trying = self._speculates and (now.grows or self._learnt.trials.pending)
                 self._learnt.modes.add(ms, tokens, self._target_rows, counts=not trying)
         if now.rows:
             self._by_rows.add(now.rows, ms)
@@ -269,7 +271,9 @@ class StepStats:
         rows[3, : len(selection.probabilities)] = 1
         for i, values in ((0, selection.probabilities), (2, selection.kv_slots)):
             rows[i, : len(values)] = values[: rows.shape[1]]
-        self._fed.add(sum(map(len, selection.nodes)))
+        fed = sum(map(len, selection.nodes))
+        self._fed.add(fed)
+        self._now.grows = fed >= self._now.most_rows
         # A new array: states hold the old one.
         self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
         if not self._now.reads:

@@ -1,7 +1,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -325,16 +325,22 @@ def test_a_text_is_the_same_to_the_bit_in_any_chunks_of_its_prompt_and_answer(fi
     assert torch.equal(hidden(chunks, 3), expected)
 
 
-def _spread(slots: KVSlotAllocator) -> None:
+def _spread(slots: KVSlotAllocator) -> Iterator[None]:
     """Every third of the first 39 slots is free, and all behind them."""
     taken = slots.allocate(39)
     slots.release(taken[::3])
+    yield
 
 
-def _wrapped(slots: KVSlotAllocator) -> None:
-    """The last twelve slots are free, and some far below them."""
+def _wrapped(slots: KVSlotAllocator) -> Iterator[None]:
+    """The last twelve slots are free; behind the prompt others below them alone."""
     taken = slots.allocate(52)
-    slots.release(taken[10:20])
+    yield
+    slots.release(taken)
+
+
+def _undisturbed(_: KVSlotAllocator) -> Iterator[None]:
+    yield
 
 
 @pytest.mark.parametrize("occupy", [_spread, _wrapped])
@@ -351,12 +357,14 @@ def test_a_text_is_the_same_to_the_bit_wherever_its_slots_are(files, occupy, dra
     def token(position: int) -> int:
         return 7 * position + 3
 
-    def hidden(occupy: Callable[[KVSlotAllocator], Any], drafted: bool) -> torch.Tensor:
+    def hidden(occupy: Callable[[KVSlotAllocator], Iterator[None]], drafted: bool) -> torch.Tensor:
         runner, found = SliceRunner(model, 64), []
-        occupy(runner.slots)
+        others = occupy(runner.slots)
+        next(others)
         runner.start_sequence(0, prompt_len=prompt)
         read = [(0, i, i - 1, token(i), i, COMMITTED) for i in range(prompt)]
         found.append(runner.compute(Batch(0, np.array(read))).hidden)
+        next(others, None)
         at, tip = prompt, prompt - 1
         while at < num_tokens:
             rows = [(0, at, tip, token(at), at, COMMITTED)]
@@ -373,7 +381,7 @@ def test_a_text_is_the_same_to_the_bit_wherever_its_slots_are(files, occupy, dra
                 at, tip = at + 1, at
         return torch.cat(found)[:num_tokens]
 
-    assert torch.equal(hidden(occupy, drafted), hidden(lambda _: None, False))
+    assert torch.equal(hidden(occupy, drafted), hidden(_undisturbed, False))
 
 
 @pytest.mark.parametrize(

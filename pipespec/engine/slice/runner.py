@@ -134,29 +134,34 @@ class SliceRunner:
         node = local != TIP
         of_tips = batch.rows[~node]
         pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
-        after = -1 if node.any() else self._order_slots(pages, of_tips[:, POSITION])
+        after = -1
+        if self.model.reads_in_place and not node.any():
+            after = self._order_slots(pages, of_tips[:, POSITION])
         slots = self.slots.allocate(len(local), after)
         self.nodes.slot[local[node]] = slots[node]
         self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
         return batch, local, slots
 
     def _order_slots(self, pages: np.ndarray, positions: np.ndarray) -> int:
-        """Let the slots of the texts before rows at these pages and positions rise with positions
-        by moving K and V, if the model reads them in place then. Returns the last of these."""
+        """Let the slots of the texts before rows at these pages and positions rise with positions,
+        by moving K and V behind the first that is above a later one. Returns the last of them.
+
+        As twice as many slots must be free, as many lie behind what was moved; so a token is moved
+        once on average, and texts of which others share a part stay as they are.
+        """
         last = -1
         for page, first in zip(*np.unique(pages, return_index=True), strict=True):
             slots = self.pages.slots[page, : positions[first]]
-            if not len(slots):
-                continue
-            last = max(last, int(slots.max()))
-            if not self.model.reads_in_place:
-                continue
             wrong = slots[:-1] > np.minimum.accumulate(slots[:0:-1])[::-1]
-            moved = slots[wrong.argmax() :] if wrong.any() else slots[:0]
-            if len(moved) and (self.slots.counts[moved] == 1).all():  # no other text has them
-                rising = np.sort(moved)
-                self.model.move_kv(moved.copy(), rising)
-                moved[:] = rising  # in the page table
+            if wrong.any():
+                kept, moved = np.split(slots, [wrong.argmax()])
+                alone = (self.slots.counts[moved] == 1).all()
+                if alone and self.slots.num_free >= 2 * len(moved):
+                    new = self.slots.allocate(len(moved), kept.max(initial=-1))
+                    self.model.move_kv(moved, new)
+                    self.slots.release(moved)
+                    moved[:] = new  # in the page table
+            last = max(last, int(slots.max(initial=-1)))
         return last
 
     def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:

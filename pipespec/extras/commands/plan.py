@@ -7,6 +7,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pipespec.config.compose import compose_sections, default_policy, policies_to_compare
@@ -137,7 +138,7 @@ class Plan:
     same: float = 0.01
     about: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[str, Rounds], tuple[Mapping[str, Any], Sequence[str]]] = lambda *_: ({}, ())
-    undrafted: Plan | None = None
+    undrafted: Callable[[], Plan] | None = None
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -164,7 +165,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
     advised = recommend(found, plan.same)
     if advised is None and plan.undrafted is not None:
-        plan = plan.undrafted
+        plan = plan.undrafted()
     # Without draft tokens, the layout that is fastest so, with the fewest devices.
     most_ms = min(each.machine.plain_tbt_ms for each in plan.layouts) * (1 + plan.same)
     equal = [each for each in plan.layouts if each.machine.plain_tbt_ms <= most_ms]
@@ -339,7 +340,7 @@ def _on_gpus(
 
     layouts = [each.layout(("proposer=suffix",) * suffix) for each in clusters]
     only_target = [text for text in settings if text.startswith("model.target=")]
-    undrafted = _on_gpus(arguments, only_target, names_drafts=False) if drafts else None
+    undrafted = partial(_on_gpus, arguments, only_target, names_drafts=False) if drafts else None
     return Plan(layouts, methods, usual, EQUAL, {"target": asdict(shape)}, more, undrafted)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from pipespec.head.decoding_modes import (
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy, TargetBatch
 from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.row_budget import Selection
 from pipespec.head.step_stats import GROWTH, StepStats
 from pipespec.head.step_times import COMPARED, KNOWN, LearntTimes, SizeTimes, SizeTrials
 from pipespec.timing.batch_times import Points
@@ -204,15 +206,32 @@ def test_sizes_grow_step_by_step_to_those_that_no_step_has_had(num_stages: int, 
         learnt.add([1] * rows + [0] * (num_stages - rows), 5.0 * rows, rounds=0)
     stats, sizes = StepStats(num_stages, max_rows=128, learnt=learnt), list[int]()
     for _ in range(5 * num_stages):
-        target = stats.choose_trial(TargetBatch(100, 0.0, 1.0))
-        assert target is not None
-        sizes.append(target.rows)
-        stats.add_batch(target.rows)
-        stats.begin_step()
-        stats.add_step(10.0 + target.rows, 1, speculating=True)
+        sizes.append(step_of(stats, offered=128))
     assert 1 < sizes[0] <= GROWTH
     assert all(after <= 2 * GROWTH * before for before, after in pairwise(sizes)), "with a trial"
     assert max(sizes) >= 100
+
+
+def test_a_way_is_measured_although_drafts_offer_less_than_sizes_may_grow_to():
+    learnt = LearntSteps(1, overlap=False)
+    learnt.set_stage_times(FLAT)
+    stats = StepStats(1, max_rows=128, learnt=learnt)
+    for _ in range(100):
+        step_of(stats, offered=6)
+    assert learnt.modes.costs[BETWEEN].blocks >= BLOCKS
+
+
+def step_of(stats: StepStats, *, offered: int) -> int:
+    """A step that wants 100 rows and is offered so many; returns how many it may have."""
+    stats.begin_step()
+    stats.choose_mode(1)
+    target = stats.choose_trial(TargetBatch(100, 0.0, 1.0))
+    assert target is not None
+    rows = min(target.rows, offered)
+    stats.add_candidates(Selection([np.arange(rows)], np.ones(rows), np.zeros(rows), 1))
+    stats.add_batch(rows)
+    stats.add_step(10.0 + rows, 1, speculating=stats.mode != PLAIN)
+    return target.rows
 
 
 class SharedCores(SimulatedPipeline):
