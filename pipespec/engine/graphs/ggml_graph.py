@@ -268,9 +268,8 @@ class SliceGraph:
         """The result of these rows of a batch, those that its segments have in these slices."""
         computer = compute.computer(self._threads)
         seen = _seen(segments)
-        slots = np.concatenate([each.slots for each in seen])
-        start, keys = self._range(seen, slots)
-        count, columns = len(rows), np.arange(len(slots)) if start is None else slots - start
+        start, keys = self._range(seen)
+        count = len(rows)
         padding = -count % WIDE if wide else 0
         planned = self._graph(computer, count + padding, keys, start, wide)
         for memory, values in (
@@ -281,32 +280,43 @@ class SliceGraph:
             memory[:count] = values
             memory[count:] = values[-1]  # the last row once more
         if planned.read is not None:
+            slots = np.concatenate([each.slots for each in seen])
             planned.read[: len(slots)] = slots
             planned.read[len(slots) :] = 0
         planned.mask.fill(-np.inf)
+        first = 0
         for each in seen:
-            own, columns = np.split(columns, [len(each.slots)])
-            shared, mask = len(own) - each.mask.shape[1], planned.mask[each.rows]
-            mask[:, own[:shared]] = 0
-            row, key = each.mask.nonzero()
-            mask[row, own[shared + key]] = 0
+            num_keys, mask = len(each.slots), planned.mask[each.rows]
+            shared = num_keys - each.mask.shape[1]
+            at = first if start is None else int(each.slots[0]) - start
+            if start is None or each.slots[-1] - each.slots[0] < num_keys:
+                mask[:, at : at + shared] = 0
+                mask[:, at + shared : at + num_keys][each.mask] = 0
+            else:  # between them are slots of others
+                columns = each.slots - start
+                mask[:, columns[:shared]] = 0
+                row, key = each.mask.nonzero()
+                mask[row, columns[shared + key]] = 0
+            first += num_keys
         planned.mask[count:] = planned.mask[count - 1]
         computer.compute(planned.graph, wide=wide)
         hidden, *tapped = (each[:count] for each in planned.outputs)
         return np.concatenate((hidden, *tapped), 1) if tapped else hidden
 
-    def _range(self, seen: Sequence[_Seen], slots: np.ndarray) -> tuple[int | None, int]:
+    def _range(self, seen: Sequence[_Seen]) -> tuple[int | None, int]:
         """Where the keys of a batch begin in the pools and how many slots they take there, if each
         row's rise with their positions and so can be read in place, with the others masked; else
         None, and how many are gathered."""
-        first, end = int(slots.min()), int(slots.max()) + 1
-        start = first - first % KEYS
-        length = -(-(end - start) // KEYS) * KEYS
-        start = min(start, self._slots - length)
-        rising = all((np.diff(each.slots) > 0).all() for each in seen)
-        if rising and start >= 0 and length <= SPREAD * len(slots) + KEYS:
-            return start, length
-        return None, -(-len(slots) // KEYS) * KEYS
+        count = sum(len(each.slots) for each in seen)
+        if all((each.slots[1:] > each.slots[:-1]).all() for each in seen):
+            first = min(int(each.slots[0]) for each in seen)
+            last = max(int(each.slots[-1]) for each in seen)
+            start = first - first % KEYS
+            length = -(-(last + 1 - start) // KEYS) * KEYS
+            start = min(start, self._slots - length)
+            if start >= 0 and length <= SPREAD * count + KEYS:
+                return start, length
+        return None, -(-count // KEYS) * KEYS
 
     def _graph(
         self, computer: Computer, rows: int, keys: int, start: int | None, wide: bool
@@ -454,7 +464,7 @@ def _passes(plan: AttentionPlan, *, wide: bool) -> Iterator[list[tuple[slice, Se
         yield found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Seen:
     """What some rows of a batch see: keys in the order of their positions, of which the last are of
     a tree, and `mask`, bool `[rows, tree keys]`, says who sees these."""
@@ -468,7 +478,7 @@ def _seen(segments: Sequence[tuple[slice, Segment]]) -> list[_Seen]:
     """Of the given rows of each segment, which follow one another."""
     found, row = [], 0
     for rows, segment in segments:
-        order = np.lexsort((segment.tree, segment.tree_positions))
+        order = np.argsort(segment.tree_positions, kind="stable")
         slots = np.concatenate((segment.prefix, segment.tree[order]))
         start, count = rows.start - segment.rows.start, rows.stop - rows.start
         mask = segment.mask[start : start + count, order]

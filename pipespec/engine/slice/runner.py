@@ -150,11 +150,11 @@ class SliceRunner:
         once on average, and texts of which others share a part stay as they are.
         """
         last = -1
-        for page, first in zip(*np.unique(pages, return_index=True), strict=True):
-            slots = self.pages.slots[page, : positions[first]]
-            wrong = slots[:-1] > np.minimum.accumulate(slots[:0:-1])[::-1]
-            if wrong.any():
-                kept, moved = np.split(slots, [wrong.argmax()])
+        for row in [0, *(np.flatnonzero(pages[1:] != pages[:-1]) + 1).tolist()]:
+            slots = self.pages.slots[pages[row], : positions[row]]
+            if not (slots[1:] > slots[:-1]).all():
+                above = slots[:-1] > np.minimum.accumulate(slots[:0:-1])[::-1]
+                kept, moved = np.split(slots, [above.argmax()])
                 alone = (self.slots.counts[moved] == 1).all()
                 if alone and self.slots.num_free >= 2 * len(moved):
                     new = self.slots.allocate(len(moved), kept.max(initial=-1))
