@@ -42,6 +42,7 @@ class Job:
         device: as torch names it.
         temperature, concurrency: of pipespec alone: how tokens are drawn, 0: not at all, and
             requests at a time.
+        cache: the folder in which pipespec keeps what it learns; None: the user's.
     """
 
     target: Path
@@ -55,6 +56,7 @@ class Job:
     device: str = "cpu"
     temperature: float = 0.0
     concurrency: int = 1
+    cache: Path | None = None
 
 
 @dataclass(frozen=True)

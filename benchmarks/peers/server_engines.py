@@ -181,6 +181,7 @@ def pipespec(
             "PYTHONPATH": str(ROOT),
             "TMPDIR": name,
             "XDG_STATE_HOME": name,
+            **({} if job.cache is None else {"XDG_CACHE_HOME": str(job.cache)}),
             **(environment or {}),
         }
         given = [*settings, f"model.context={job.prompt_tokens + job.tokens}"]

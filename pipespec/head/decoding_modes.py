@@ -157,6 +157,8 @@ class Modes:
     mode: str = ""
     # Batches in flight, in which pipeline lengths are counted, where they are not `num_stages`.
     lengths: Mapping[str, int] = field(default_factory=dict)
+    # By way the one with half as many batches in flight, where it is measured only after that.
+    half: Mapping[str, str] = field(default_factory=dict)
     _held: int = 0  # steps since the mode began
     _left: int = 0  # until another is considered
     _block_ms: float = 0.0  # of the steps since the last one was
@@ -167,7 +169,7 @@ class Modes:
     def __post_init__(self) -> None:
         self.add_ways(())
         known = (*self.ways, PLAIN) if self.costs[PLAIN].tokens else self.ways
-        self.mode = min(known, key=lambda way: self.costs[way].per_token)
+        self.mode = min(known, key=lambda way: (self.costs[way].per_token, way in self.half))
         self._left = self._block(self.mode)
 
     def add_ways(self, ways: tuple[str, ...]) -> None:
@@ -213,7 +215,7 @@ class Modes:
         cost = self.costs[self.mode]
         cost.blocks += 1
         if not cost.tokens:  # sizes were tried in all of its steps
-            cost.ms, cost.tokens = self._block_ms, self._block_tokens
+            cost.ms, cost.tokens, cost.rows = self._block_ms, self._block_tokens, 0
         self._block_ms = self._block_tokens = 0.0
         chosen = self._choose(least_plain_ms, read_ms)
         if chosen != self.mode:
@@ -252,22 +254,35 @@ class Modes:
             way
             for way, cost in again.items()
             if self.costs[way].blocks < (BLOCKS if cost <= CLEARLY * among[best] else 1)
+            and not self._seems_too_deep(way, among)
         ]
         if new:  # plain decoding first, as others end the sooner that lose against it
             return min(new, key=lambda way: (self.costs[way].blocks, way != PLAIN))
         self.costs[best].losses = 0
         for way, per_token in again.items():
             cost = self.costs[way]
+            if self._seems_too_deep(way, among):
+                continue
             wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT)
             rows = sorted((cost.rows, self.costs[best].rows))
             comparable = not {PLAIN, ONE_TREE} & {way, best}  # their rows, with one another's
-            if comparable and 2 * rows[0] < rows[1]:
+            if not cost.rows or (comparable and 2 * rows[0] < rows[1]):
                 wait = LEAST_WAIT  # it was measured before the times by rows were known
             wait *= 2**cost.losses
             if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:
                 cost.losses += 1
                 return way
         return best
+
+    def _seems_too_deep(self, way: str, among: Mapping[str, float]) -> bool:
+        """Whether a way that was not measured yet has twice as many batches in flight as one that
+        was not either, or that lost against half as many as it has."""
+        half = self.half.get(way, "")
+        quarter = self.half.get(half, "")
+        if self.costs[way].blocks or half not in among:
+            return False
+        measured = [self.costs[each].blocks > 0 for each in (half, quarter) if each in among]
+        return not all(measured) or among[half] > among.get(quarter, math.inf)
 
     def _block(self, way: str) -> int:
         """Steps for which a way is measured at a time."""
@@ -296,6 +311,7 @@ class LearntSteps:
         self._stored = stored = stored or {}
         self.num_stages = num_stages
         self._lengths = {ONE_TREE: 1, BESIDE: num_stages}
+        self._half: dict[str, str] = {}  # of `Modes`, which share it
         self._stages: Points = ()
         beside: tuple[str, ...] = (BESIDE,)
         if num_stages > 1:
@@ -329,7 +345,8 @@ class LearntSteps:
         # The batches of several requests fill the pipeline.
         ways = tuple(way for way in self._ways if way != ONE_TREE or requests == 1)
         known = {way: Cost(*cost) for way, cost in costs.items() if way in (*ways, PLAIN)}
-        return Modes(self.num_stages, ways, known, lengths=self._own_lengths(requests))
+        lengths = self._own_lengths(requests)
+        return Modes(self.num_stages, ways, known, lengths=lengths, half=self._half)
 
     def deepen(self, in_flight: int, pass_ms: float = 0.0) -> None:
         """Up to so many batches would keep the pipeline busy; each takes `pass_ms` at least until
@@ -345,6 +362,7 @@ class LearntSteps:
                 self._times[way] = LearntTimes(more, self._stored.get(way))
                 self._times[way].set_stage_times(self._stages)
                 self._lengths[way] = more
+                self._half[way] = BESIDE if more == 2 * self.num_stages else deep(more // 2)
         if not ways:
             return
         # Where links are long, the draft takes nothing from stages that wait for them.

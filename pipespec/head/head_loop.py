@@ -266,7 +266,10 @@ class HeadLoop:
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
         assert verdicts is not None
-        self.in_flight.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
+        batches = len(self.in_flight)
+        took_ms = self.in_flight.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
+        if took_ms is not None:
+            self.scheduler.stats.add_pass(took_ms, batches)
         with self.timeline("prune"):
             for verdict in verdicts:
                 progress = self.scheduler.apply(verdict, self.timeline.clock())

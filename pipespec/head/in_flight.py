@@ -44,13 +44,16 @@ class InFlight:
         a prompt."""
         self._sent.append((step, now if measured else None))
 
-    def add_verdict(self, step: int, now: int) -> None:
-        """The verdict on the batch of a step arrived: on the oldest in flight."""
+    def add_verdict(self, step: int, now: int) -> float | None:
+        """The verdict on the batch of a step arrived: on the oldest in flight. Returns for how many
+        milliseconds that was; None: it was not measured."""
         of_batch, sent = self._sent.popleft()
         assert of_batch == step, "verdicts arrive in order"
-        if sent is not None:
-            self._passes.append(now - sent)
-            self._pass_ns.add(now - sent)
+        if sent is None:
+            return None
+        self._passes.append(now - sent)
+        self._pass_ns.add(now - sent)
+        return (now - sent) / 1e6
 
     def pause(self) -> None:
         """The head waits for requests: how long the batches in flight take will say nothing."""

@@ -4,6 +4,7 @@ averages are fed and read at one place."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -62,6 +63,8 @@ class _ThisStep:
     verdict_received: bool = False
     most_rows: float = inf  # of its batch, below the target size, as the cost of more is unknown
     grows: bool = False  # whether it has that many
+    # Of batches whose verdicts came: ms since they were sent, and the rows then in flight by batch.
+    passes: list[tuple[float, list[int]]] = field(default_factory=list)
     rows: int = field(init=False)  # of the largest batch, which a stage computes
     prompt_rows: int = field(init=False)
 
@@ -91,6 +94,8 @@ class StepStats:
         self._num_stages = num_stages
         self._rounds = rounds
         self._learnt = learnt
+        # Batches that are to be in flight, as learnt; None: it is not learnt.
+        self.in_flight = None if learnt is None else learnt.in_flight
         self._now = _ThisStep()
         self.mode = BESIDE if overlap else BETWEEN  # how this step decodes
         self._speculates: bool | None = None  # as learnt
@@ -129,15 +134,11 @@ class StepStats:
         return self._num_stages if self.in_flight is None else self.in_flight
 
     @property
-    def in_flight(self) -> int | None:
-        """Batches that are to be in flight, as learnt; None: it is not learnt."""
-        return None if self._learnt is None else self._learnt.in_flight
-
-    @property
     def least_ms(self) -> float:
-        """What the slower of a stage and the draft takes for a batch of one row; 0 if unknown."""
+        """What the slower of a stage, for a batch of one row, and a draft round takes; 0 if
+        unknown."""
         stage_ms = _stage_ms(self._stages, 1) if self._stages.points else 0.0
-        return max(stage_ms, self._draft.ms - self._draft.each_ms * (self._draft.count - 1))
+        return max(stage_ms, self._draft.ms)
 
     @property
     def rounds(self) -> int:
@@ -155,6 +156,7 @@ class StepStats:
         if self._learnt is not None:
             read_ms = (self._reading.value or 0.0) * unread
             self.mode = self._learnt.next_mode(requests, read_ms)
+            self.in_flight = self._learnt.in_flight
             self._speculates = self.mode != PLAIN
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
@@ -233,6 +235,10 @@ class StepStats:
         verdict = self._verdict[self.num_stages]
         verdict.add(elapsed_ms - self._now.last_round_ms if late else elapsed_ms + wait_ms)
 
+    def add_pass(self, ms: float, batches: int) -> None:
+        """A batch, one of so many in flight, got its verdict `ms` after it was sent."""
+        self._now.passes.append((ms, [rows for rows, _ in [*self._in_flight][-batches:]]))
+
     def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
         """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
         decided `tokens`. `speculating`: the draft worked, or draft tokens were in the pipeline."""
@@ -246,10 +252,8 @@ class StepStats:
         if not now.prompt_rows:
             self.without_prompts.add(ms)
         if self._learnt is not None and not now.prompt_rows:
-            slots_ms = self._stages.slot_ms * self._stages.slots
-            took_ms = ms - now.delaying_ms
-            took_ms -= min(slots_ms, took_ms / 2)
-            self._learnt.add([rows for rows, _ in now.computed], took_ms, now.rounds_beside)
+            for computed, took_ms in self._rows_and_ms(ms):
+                self._learnt.add(computed, took_ms, now.rounds_beside)
             if self._speculates or (self._speculates is not None and not speculating):
                 trying = self._speculates and (now.grows or self._learnt.trials.pending)
                 self._learnt.modes.add(ms, tokens, self._target_rows, counts=not trying)
@@ -258,6 +262,21 @@ class StepStats:
             if self._stages.points:
                 stage_ms = ms_at(self._stages.with_slots(), now.rows)
                 self._overhead.add(max(ms - max(stage_ms, now.beside_ms), 0.0))
+
+    def _rows_and_ms(self, ms: float) -> Iterator[tuple[list[int], float]]:
+        """What this step, which lasted `ms`, says of the rows in the pipeline and the time of a
+        step with them.
+
+        With more batches in flight than stages, steps are as long as the head makes them, or until
+        there is a row to send; what rows cost shows in how long a batch is in flight.
+        """
+        now = self._now
+        found = [([rows for rows, _ in now.computed], ms - now.delaying_ms)]
+        if self.num_stages > self._num_stages:
+            found = [(rows, took_ms / self.num_stages) for took_ms, rows in now.passes]
+        slots_ms = self._stages.slot_ms * self._stages.slots
+        for rows, took_ms in found:
+            yield rows, took_ms - min(slots_ms, took_ms / 2)
 
     def set_stage_times(self, measured: BatchTimes) -> None:
         self._stages = measured

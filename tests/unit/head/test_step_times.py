@@ -1,6 +1,7 @@
 """What steps take by their rows, and which way of decoding is the fastest, as learnt from steps."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -322,6 +323,46 @@ def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
         return ms_per_token(num_stages, good, 5.0, policy=policy, true_ms=nearly_flat, after=800)
 
     assert of(BEST_FIRST) < of(StaticTree())
+
+
+@pytest.mark.parametrize(
+    ("token_ms", "measured"),
+    [
+        ({BESIDE: 10, deep(8): 12, deep(16): 1, deep(32): 1}, {BESIDE, deep(8)}),
+        ({BESIDE: 10, deep(8): 8, deep(16): 9, deep(32): 1}, {BESIDE, deep(8), deep(16)}),
+        ({BESIDE: 10, deep(8): 8, deep(16): 7, deep(32): 6}, {BESIDE, deep(8), deep(16), deep(32)}),
+    ],
+)
+def test_more_batches_in_flight_are_tried_as_long_as_that_pays(
+    token_ms: dict[str, float], measured: set[str]
+):
+    learnt, tried = LearntSteps(4), set[str]()
+    learnt.deepen(32, pass_ms=100)
+    for _ in range(4000):
+        tried.add(mode := learnt.next_mode(1))
+        learnt.modes.add(token_ms.get(mode, 20.0), 1)
+    assert tried - {ONE_TREE, PLAIN} == measured
+    assert learnt.modes.mode == min(measured, key=token_ms.__getitem__)
+
+
+def test_with_more_batches_than_stages_rows_cost_what_a_batch_takes_longer_to_its_verdict():
+    """Steps are as long as the head makes them, or wait until there is a row to send."""
+    slow = [100.0, 1, BLOCKS, 0, 8]
+    costs = {deep(4): [1.0, 1, BLOCKS, 0, 8], **dict.fromkeys((ONE_TREE, BESIDE, PLAIN), slow)}
+    learnt = LearntSteps(2, overlap=True, stored={"costs": {"1": costs}})
+    learnt.deepen(4, pass_ms=40)
+    stats, found = StepStats(2, max_rows=64, learnt=learnt), Counter[int | None]()
+    for step in range(400):
+        stats.begin_step()
+        stats.choose_mode(1)
+        found[stats.in_flight] += 1
+        rows = 4 << step // 4 % 4
+        stats.add_batch(rows)
+        stats.add_pass(40 + rows, batches=4)
+        stats.add_step(20.0 / rows, 1, speculating=True)
+    assert found[4] > 300
+    assert learnt.times.times.at(32) == pytest.approx((40 + 32) / 4, rel=0.1)
+    assert learnt.times.times.at(4) == pytest.approx((40 + 4) / 4, rel=0.1)
 
 
 def test_deep_pipelines_are_measured_next_where_links_are_long_and_the_draft_spares_no_stage():
