@@ -34,8 +34,9 @@ TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
 # How often each way that does not lose clearly is measured before one is chosen; the pipeline
 # lengths that its cost remembers, and the share of it that is kept when it is measured anew.
 BLOCKS, REMEMBERED, RENEWED = 2, 64, 0.25
-# A way that has lost what so many tokens take by the fastest one is not measured any longer; until
-# one was measured, that takes so many times what the stages need for a plain token.
+# A way that has lost what so many tokens take by the fastest one, and what a pipeline length takes,
+# as after a miss, is not measured any longer; until one was measured, that takes so many times what
+# the stages need for a plain token.
 MOST_LOST, GUESSED = 3, 1.25
 LEAST_LENGTHS = 2  # for which it is measured in any case
 # Costs that differ by more differ clearly; and speculation with less than this share of what the
@@ -163,7 +164,7 @@ class Modes:
     _left: int = 0  # until another is considered
     _block_ms: float = 0.0  # of the steps since the last one was
     _block_tokens: float = 0.0
-    _since: dict[str, int] = field(default_factory=dict)  # steps since a way was measured
+    _since: dict[str, float] = field(default_factory=dict)  # lengths since a way was measured
     _since_ms: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class Modes:
         self.ways = ways + self.ways
         for way in (*self.ways, PLAIN):
             self.costs.setdefault(way, Cost())
-            self._since.setdefault(way, 0)
+            self._since.setdefault(way, 0.0)
             self._since_ms.setdefault(way, 0.0)
 
     def drop_ways(self, ways: tuple[str, ...]) -> None:
@@ -204,7 +205,7 @@ class Modes:
             keep = 1 - 1 / (REMEMBERED * length)
             self.costs[self.mode].add(ms, tokens, rows, keep)
         for way in self.costs:
-            self._since[way] = 0 if way == self.mode else self._since[way] + 1
+            self._since[way] = 0.0 if way == self.mode else self._since[way] + 1 / length
             self._since_ms[way] = 0.0 if way == self.mode else self._since_ms[way] + ms
 
     def next_mode(self, least_plain_ms: float | None, read_ms: float = 0.0) -> str:
@@ -235,7 +236,8 @@ class Modes:
         fastest = min(cost.per_token for cost in self.costs.values())
         if not self.costs[PLAIN].blocks:
             fastest = min(fastest, GUESSED * (least_plain_ms or math.inf))
-        return self._block_ms > fastest * (self._block_tokens + MOST_LOST)
+        lost_ms = self._block_ms - fastest * self._block_tokens
+        return lost_ms > max(MOST_LOST * fastest, self._block_ms / lengths)
 
     def _choose(self, least_plain_ms: float | None, read_ms: float) -> str:
         among = {way: self.costs[way].per_token for way in self.ways}
@@ -269,7 +271,7 @@ class Modes:
             if not cost.rows or (comparable and 2 * rows[0] < rows[1]):
                 wait = LEAST_WAIT  # it was measured before the times by rows were known
             wait *= 2**cost.losses
-            if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:
+            if way != best and self._since[way] >= min(wait, MOST_WAIT):
                 cost.losses += 1
                 return way
         return best

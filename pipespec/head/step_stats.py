@@ -60,6 +60,7 @@ class _ThisStep:
     beside_ms: float = 0.0  # of rounds before the verdict
     drafted_ms: float = 0.0  # of the rounds that every step has
     delaying_ms: float = 0.0  # of rounds after the verdict
+    waited_ms: float = 0.0  # for it
     verdict_received: bool = False
     most_rows: float = inf  # of its batch, below the target size, as the cost of more is unknown
     grows: bool = False  # whether it has that many
@@ -102,13 +103,16 @@ class StepStats:
         self._trial_rows: int | None = None
         self._target_rows = 1
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
-        self._offered = np.zeros((4, max_rows))
-        self._fed, self._fed_per_answer = Ema(), Ema()
+        # By the batches in flight, as trees grow otherwise with each number of them.
+        self._max_rows = max_rows
+        self._offered = defaultdict[int, np.ndarray](lambda: np.zeros((4, max_rows)))
+        self._fed, self._fed_per_answer = defaultdict[int, Ema](Ema), Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=max(num_stages, MOST_IN_FLIGHT))
         self.without_prompts = Ema()  # ms per step without rows of prompts
         self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
+        self._head = Ema()  # ms of a step in which the head neither drafts nor waits
         self._reading = Ema()  # ms for a token of text that the draft reads
         self._reads_ms = 0.0  # of rounds that have read a part of a prompt
         # By the batches in flight: ms until a verdict, and what of it is beyond the stages' own
@@ -135,10 +139,10 @@ class StepStats:
 
     @property
     def least_ms(self) -> float:
-        """What the slower of a stage, for a batch of one row, and a draft round takes; 0 if
-        unknown."""
+        """What the slower of a stage and the head takes for a batch: of one row, and of one draft
+        round; 0 if unknown."""
         stage_ms = _stage_ms(self._stages, 1) if self._stages.points else 0.0
-        return max(stage_ms, self._draft.ms)
+        return max(stage_ms, self._draft.ms + (self._head.value or 0.0))
 
     @property
     def rounds(self) -> int:
@@ -171,8 +175,7 @@ class StepStats:
             if target.rows > largest:
                 self._now.most_rows = largest
                 target = replace(target, rows=largest)
-            most = len(self._offered[0])
-            self._trial_rows = self._learnt.trials.next_rows(known, target.rows, most)
+            self._trial_rows = self._learnt.trials.next_rows(known, target.rows, self._max_rows)
             if self._trial_rows is not None:
                 return replace(target, rows=self._trial_rows)
         return target
@@ -224,6 +227,7 @@ class StepStats:
         """
         stage_ms = self._computing_ms()
         self._now.verdict_received = True
+        self._now.waited_ms += wait_ms
         slack = wait_ms >= SLACK * elapsed_ms
         delayed = stage_ms is None or (elapsed_ms > stage_ms and not slack)
         self._undelayed_steps = 0 if delayed else self._undelayed_steps + 1
@@ -249,6 +253,7 @@ class StepStats:
             ms, tokens if counted else requests / self.num_stages, speculating=speculating
         )
         now = self._now
+        self._head.add(max(ms - now.waited_ms - now.beside_ms - now.delaying_ms, 0.0))
         if not now.prompt_rows:
             self.without_prompts.add(ms)
         if self._learnt is not None and not now.prompt_rows:
@@ -285,16 +290,18 @@ class StepStats:
 
     def add_candidates(self, selection: Selection) -> None:
         """Count the rows that were offered and selected in this step."""
-        rows = np.zeros(self._offered.shape)
+        offered, of_fed = self._offered[self.num_stages], self._fed[self.num_stages]
+        rows = np.zeros_like(offered)
         rows[1, : selection.num_certain] = 1
         rows[3, : len(selection.probabilities)] = 1
         for i, values in ((0, selection.probabilities), (2, selection.kv_slots)):
             rows[i, : len(values)] = values[: rows.shape[1]]
         fed = sum(map(len, selection.nodes))
-        self._fed.add(fed)
+        of_fed.add(fed)
         self._now.grows = fed >= self._now.most_rows
         # A new array: states hold the old one.
-        self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
+        offered = offered + (rows - offered) / min(of_fed.samples, MEMORY)
+        self._offered[self.num_stages] = offered
         if not self._now.reads:
             self._drafting.add(self._now.drafted_ms)
 
@@ -338,9 +345,9 @@ class StepStats:
     ) -> PipelineState:
         """The state at this moment of a step."""
         offered = None
-        if self._fed.value is not None:
-            probabilities, certain, kv_slots, present = self._offered
-            offered = OfferedRows(probabilities, certain, kv_slots, self._fed.value, present)
+        if (fed := self._fed[self.num_stages].value) is not None:
+            probabilities, certain, kv_slots, present = self._offered[self.num_stages]
+            offered = OfferedRows(probabilities, certain, kv_slots, fed, present)
         one_tree = self.mode == ONE_TREE
         steps_at_a_time = self.num_stages if one_tree else 1  # those of a pass count as one
         points = self._learnt_points() or self._curve(self._stages.points)

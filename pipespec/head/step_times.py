@@ -56,10 +56,12 @@ class SizeTimes:
         self.error = error or Ema()  # of predictions, in ms
         self.points: Points = known
 
-    def adopt(self, other: SizeTimes) -> None:
-        """Take over the shape of other times, if nothing is known of these."""
+    def adopt(self, other: SizeTimes, share: float = 1.0) -> None:
+        """Take over the shape of other times, of which these are such a share, if nothing is known
+        of these."""
         if not self._known and (other._known or other._means):
-            self._known, self._adopted = other.measured, True
+            self._known = tuple((rows, ms * share) for rows, ms in other.measured)
+            self._adopted = True
             self.points = self._points()
 
     def set_stage_times(self, stages: Points) -> None:
@@ -195,9 +197,11 @@ class LearntTimes:
         self._by_mean.set_stage_times(stages)
 
     def adopt(self, other: LearntTimes) -> None:
-        """Take over the shape of other times, where nothing is known of these."""
-        self._by_largest.adopt(other._by_largest)
-        self._by_mean.adopt(other._by_mean)
+        """Take over the shape of other times, where nothing is known of these. A batch takes as
+        long until its verdict in either; a step is what it takes by the batches in flight."""
+        share = other.num_stages / self.num_stages
+        self._by_largest.adopt(other._by_largest, share)
+        self._by_mean.adopt(other._by_mean, share)
         if other.by_mean and not self._by_mean.error.samples:
             self._by_mean.error = replace(other._by_mean.error)
             self._by_largest.error = replace(other._by_largest.error)

@@ -31,6 +31,7 @@ PASSES_AHEAD, PASSES_HELD = 2, 4
 # A shorter pipeline counts as one of so many stages there: beside a step of few stages there are
 # several rounds of nodes, and the verdict rules out most of them.
 LEAST_STAGES = 4
+TINY = 1e-9  # ms
 
 PLAIN = Root()
 
@@ -110,6 +111,8 @@ class BestFirst(SpeculationPolicy):
         if self.refills and state.overlap:  # and no more than end before the verdict arrives
             most = max(int(min(most, state.nodes_in_time)), 1)
         nodes = tree.most_probable(unexpanded, min(most, room))
+        if self.refills and state.draft_ms is not None:
+            nodes = tree.most_probable(nodes, _most_per_ms(np.exp(tree.cum[nodes]), state))
         ahead = max(PASSES_AHEAD * _at_least(state.num_stages) * rows, self.children)
         return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
 
@@ -139,6 +142,16 @@ class BestFirst(SpeculationPolicy):
     def _speculates(self, state: PipelineState) -> bool:
         """Whether this step does; with a `row_cost` that is stated it goes by no measurement."""
         return self.row_cost is not None or state.speculates
+
+
+def _most_per_ms(probabilities: np.ndarray, state: PipelineState) -> int:
+    """Of how many nodes of these probabilities a draft round expands the most probability in a
+    millisecond: more make it longer, and the tree grows by one level in each."""
+    if len(probabilities) < 2:
+        return len(probabilities)
+    more = np.arange(1, len(probabilities) + 1)
+    ms = np.maximum(state.round_ms(0) + state.draft_node_ms * more, TINY)
+    return 1 + int(np.argmax(np.cumsum(-np.sort(-probabilities)) / ms))
 
 
 def _at_least(num_stages: int) -> int:
