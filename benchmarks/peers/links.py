@@ -7,9 +7,10 @@ Every engine spreads the target over the same hosts (`benchmarks.peers.delayed_l
 namespaces of this machine, so all of them share its cores. All engines decode the same prompts,
 one engine at a time and all of them in every repeat, and each starts anew (`docs/peers.md` says how
 to get the others). What pipespec learns of steps is kept from repeat to repeat, as it is for any
-user, but not from delay to delay: its first repeat knows nothing. Their tokens are compared with those of Hugging Face `generate`, which computes
-them without a link; of GGUF files, and where tokens are drawn, with those of pipespec's plain
-pipeline. Other engines decode greedily and a request at a time only.
+user, but not from delay to delay: its first repeat knows nothing. Their tokens are compared with
+those of Hugging Face `generate`, which computes them without a link; of GGUF files, and where
+tokens are drawn, with those of pipespec's plain pipeline. Other engines decode greedily and a
+request at a time only.
 """
 
 from __future__ import annotations

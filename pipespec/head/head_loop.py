@@ -367,7 +367,7 @@ class HeadLoop:
                 self.controller.publish_statistics(self.scheduler.gauges(), self.scheduler.counts())
                 self.scheduler.update_stage_times(merge_times(self.controller.row_times()))
                 if self.scheduler.learnt is not None:
-                    depth = self.in_flight.depth(self.scheduler.stats.least_ms)
+                    depth = self.in_flight.depth(self.scheduler.stats.batch_ms)
                     self.scheduler.learnt.deepen(depth, self.in_flight.shortest_ms)
                 requests = [each.request.id for each in self.admission.sequences.values()]
                 self.telemetry.update_watchers(

@@ -16,7 +16,7 @@ PASSES = 64
 MEMORY = 16
 # A pipeline is taken for twice as deep as it has stages where a pass lasts at least this many times
 # as long as twice the stages need: times are noisy, and more batches make no step shorter then.
-SURELY = 1.5
+SURELY = 1.25
 # What a message takes at least on a link that is long; on others it waits for processes, of which
 # more batches would make more.
 LONG_MS = 5.0

@@ -41,6 +41,8 @@ from pipespec.timing.batch_times import (
 
 # The target size is at most so many times the largest that steps have had.
 GROWTH = 4
+# So many times what the head needs for a batch, or more, lies between two.
+SPARE = 1.2
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
 # Rounds after which the head waits for a verdict for this share of their time delay nothing.
@@ -139,10 +141,16 @@ class StepStats:
 
     @property
     def least_ms(self) -> float:
-        """What the slower of a stage and the head takes for a batch: of one row, and of one draft
-        round; 0 if unknown."""
+        """What the slower of a stage and the draft takes for a batch of one row; 0 if unknown."""
         stage_ms = _stage_ms(self._stages, 1) if self._stages.points else 0.0
-        return max(stage_ms, self._draft.ms + (self._head.value or 0.0))
+        return max(stage_ms, self._draft.ms - self._draft.each_ms * (self._draft.count - 1))
+
+    @property
+    def batch_ms(self) -> float:
+        """What the slower of a stage and the head takes for a batch that begins with a draft round,
+        with time to spare; 0 if unknown."""
+        head_ms = SPARE * (self._draft.ms + (self._head.value or 0.0))
+        return max(head_ms, self.least_ms) if self._draft.samples else self.least_ms
 
     @property
     def rounds(self) -> int:

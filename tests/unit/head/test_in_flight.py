@@ -21,9 +21,9 @@ def after(num_stages: int, pass_ms: float) -> InFlight:
     [
         (4, 20, 5, 4),  # the stages alone
         (4, 45, 5, 4),  # not surely more than twice as long
-        (4, 65, 5, 8),  # links of 9 ms
-        (4, 125, 5, 16),  # links of 21 ms
-        (1, 125, 5, 16),
+        (4, 55, 5, 8),  # links of 7 ms
+        (4, 110, 5, 16),  # links of 20 ms
+        (1, 110, 5, 16),
         (4, 24, 0.1, 4),  # messages wait for processes
         (4, 10**4, 5, MOST_IN_FLIGHT),
         (40, 10**4, 5, 40),  # never fewer than there are stages

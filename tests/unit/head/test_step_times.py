@@ -21,6 +21,7 @@ from pipespec.head.decoding_modes import (
     ONE_BESIDE,
     ONE_TREE,
     PLAIN,
+    TRIAL,
     Cost,
     LearntSteps,
     Modes,
@@ -181,6 +182,26 @@ def test_a_draft_that_has_to_read_much_is_not_tried_again(read_ms: float, again:
     used = decode(modes, costs, 4000, read_ms=read_ms)
     assert BESIDE in used[:100]
     assert (BESIDE in used[100:]) == again
+
+
+def test_a_way_is_measured_to_the_end_although_its_first_pass_missed():
+    known = {ONE_TREE: Cost(1700, 100, BLOCKS), PLAIN: Cost(10_000, 100, 1)}
+    modes = Modes(4, (BESIDE, ONE_TREE), known)
+    while modes.next_mode(None) != BESIDE:
+        modes.add(17.0, 1)
+    for step in range(4 + TRIAL * 4):
+        assert modes.next_mode(None) == BESIDE
+        modes.add(25.0, 2 * (step >= 8))
+
+
+def test_a_way_that_was_measured_while_its_trees_grew_is_measured_again_soon():
+    modes, small = Modes(2, (BESIDE, ONE_TREE), lengths={ONE_TREE: 1}), 5
+    for _ in range(200):
+        growing = modes.next_mode(0) == ONE_TREE and small > 0
+        small -= growing
+        ms = {BESIDE: 1.0, ONE_TREE: 4.0 if growing else 0.5, PLAIN: 2.0}[modes.mode]
+        modes.add(ms, 1, counts=not growing)
+    assert modes.mode == ONE_TREE
 
 
 def test_plain_decoding_is_not_tried_while_speculation_takes_less_than_the_stages_alone():

@@ -611,6 +611,14 @@ def test_whether_it_speculates_follows_changes_of_the_text():
     assert np.mean(text.decode(1200, tokens=0.9, speculating_ms=12.0)[-600:]) > 0.9
 
 
+@pytest.mark.parametrize(("node_ms", "nodes"), [(0.0, 4), (0.1, 4), (1.0, 2), (2.0, 1)])
+def test_a_draft_round_expands_what_is_likeliest_for_its_time(node_ms: float, nodes: int):
+    measured = replace(STATE, draft_ms=2.0, draft_nodes=1, draft_node_ms=node_ms)
+    tree = one_level([0.1, 0.5, 0.05, 0.3])
+    likeliest = np.sort(1 + np.array([1, 3, 0, 2])[:nodes])
+    assert (BestFirst().select_to_expand(tree, measured).nodes == likeliest).all()
+
+
 def test_without_speculation_it_schedules_what_root_does():
     losing = replace(STATE, speculates=False)
     for fed in (True, False):
