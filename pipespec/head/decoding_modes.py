@@ -158,8 +158,6 @@ class Modes:
     mode: str = ""
     # Batches in flight, in which pipeline lengths are counted, where they are not `num_stages`.
     lengths: Mapping[str, int] = field(default_factory=dict)
-    # By way the one with half as many batches in flight, where it is measured only after that.
-    half: Mapping[str, str] = field(default_factory=dict)
     _held: int = 0  # steps since the mode began
     _left: int = 0  # until another is considered
     _block_ms: float = 0.0  # of the steps since the last one was
@@ -170,7 +168,7 @@ class Modes:
     def __post_init__(self) -> None:
         self.add_ways(())
         known = (*self.ways, PLAIN) if self.costs[PLAIN].tokens else self.ways
-        self.mode = min(known, key=lambda way: (self.costs[way].per_token, way in self.half))
+        self.mode = min(known, key=lambda way: (self.costs[way].per_token, self.length(way)))
         self._left = self._block(self.mode)
 
     def add_ways(self, ways: tuple[str, ...]) -> None:
@@ -279,12 +277,20 @@ class Modes:
     def _seems_too_deep(self, way: str, among: Mapping[str, float]) -> bool:
         """Whether a way that was not measured yet has twice as many batches in flight as one that
         was not either, or that lost against half as many as it has."""
-        half = self.half.get(way, "")
-        quarter = self.half.get(half, "")
+        half = self._half(way)
+        quarter = self._half(half)
         if self.costs[way].blocks or half not in among:
             return False
         measured = [self.costs[each].blocks > 0 for each in (half, quarter) if each in among]
         return not all(measured) or among[half] > among.get(quarter, math.inf)
+
+    def _half(self, way: str) -> str:
+        """The way with half as many batches in flight, of one with more than there are stages, but
+        for plain decoding; else ""."""
+        in_flight = self.length(way)
+        if way == PLAIN or in_flight <= self.num_stages:
+            return ""
+        return BESIDE if in_flight == 2 * self.num_stages else deep(in_flight // 2)
 
     def _block(self, way: str) -> int:
         """Steps for which a way is measured at a time."""
@@ -313,7 +319,6 @@ class LearntSteps:
         self._stored = stored = stored or {}
         self.num_stages = num_stages
         self._lengths = {ONE_TREE: 1, BESIDE: num_stages}
-        self._half: dict[str, str] = {}  # of `Modes`, which share it
         self._stages: Points = ()
         beside: tuple[str, ...] = (BESIDE,)
         if num_stages > 1:
@@ -347,8 +352,7 @@ class LearntSteps:
         # The batches of several requests fill the pipeline.
         ways = tuple(way for way in self._ways if way != ONE_TREE or requests == 1)
         known = {way: Cost(*cost) for way, cost in costs.items() if way in (*ways, PLAIN)}
-        lengths = self._own_lengths(requests)
-        return Modes(self.num_stages, ways, known, lengths=lengths, half=self._half)
+        return Modes(self.num_stages, ways, known, lengths=self._own_lengths(requests))
 
     def deepen(self, in_flight: int, pass_ms: float = 0.0) -> None:
         """Up to so many batches would keep the pipeline busy; each takes `pass_ms` at least until
@@ -364,7 +368,6 @@ class LearntSteps:
                 self._times[way] = LearntTimes(more, self._stored.get(way))
                 self._times[way].set_stage_times(self._stages)
                 self._lengths[way] = more
-                self._half[way] = BESIDE if more == 2 * self.num_stages else deep(more // 2)
         if not ways:
             return
         # Where links are long, the draft takes nothing from stages that wait for them.

@@ -140,6 +140,11 @@ class StepStats:
         return self._num_stages if self.in_flight is None else self.in_flight
 
     @property
+    def _is_deep(self) -> bool:
+        """Whether more batches are to be in flight than there are stages."""
+        return self.num_stages > self._num_stages
+
+    @property
     def least_ms(self) -> float:
         """What the slower of a stage and the draft takes for a batch of one row; 0 if unknown."""
         stage_ms = _stage_ms(self._stages, 1) if self._stages.points else 0.0
@@ -149,8 +154,7 @@ class StepStats:
     def batch_ms(self) -> float:
         """What the slower of a stage and the head takes for a batch that begins with a draft round,
         with time to spare; 0 if unknown."""
-        head_ms = SPARE * (self._draft.ms + (self._head.value or 0.0))
-        return max(head_ms, self.least_ms) if self._draft.samples else self.least_ms
+        return max(SPARE * (self._draft.ms + (self._head.value or 0.0)), self.least_ms)
 
     @property
     def rounds(self) -> int:
@@ -249,7 +253,8 @@ class StepStats:
 
     def add_pass(self, ms: float, batches: int) -> None:
         """A batch, one of so many in flight, got its verdict `ms` after it was sent."""
-        self._now.passes.append((ms, [rows for rows, _ in [*self._in_flight][-batches:]]))
+        if self._is_deep:
+            self._now.passes.append((ms, [rows for rows, _ in [*self._in_flight][-batches:]]))
 
     def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
         """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
@@ -285,7 +290,7 @@ class StepStats:
         """
         now = self._now
         found = [([rows for rows, _ in now.computed], ms - now.delaying_ms)]
-        if self.num_stages > self._num_stages:
+        if self._is_deep:
             found = [(rows, took_ms / self.num_stages) for took_ms, rows in now.passes]
         slots_ms = self._stages.slot_ms * self._stages.slots
         for rows, took_ms in found:
