@@ -47,7 +47,7 @@ def test_result_is_of_a_clean_commit_of_this_history(file: Path) -> None:
 @whole_history
 def test_commits_that_pages_name_are_of_this_history() -> None:
     named = re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,8}\b")
-    known = git("log", "--format=%H")
+    known = "\n" + git("log", "--format=%H")
     for page_file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for commit in named.findall(page_file.read_text()):
             assert f"\n{commit}" in known, f"{page_file.name} names {commit}"
