@@ -24,8 +24,6 @@ METHODS = {
     "level": "#7fa8c9",
     "two_levels": "#5b87a6",
     "best_first": "#1f4e79",
-    "alone": "#5b7f9f",  # best_first without the mid-size model
-    "cascade": "#8a6fa8",
 }
 # For other series, in the order of use.
 COLOURS = ["#1f4e79", "#c9784a", "#5b7f5b", "#8a6fa8", "#7fa8c9", "#c9a66b", "#8c9096", "#a34b5a"]

@@ -39,9 +39,6 @@ PROPOSERS = {
     "hybrid": ("proposer=hybrid",),
     "parallel_hybrid": ("proposer=hybrid", PARALLEL),
 }
-# With those whose proposals depend on how long they take, so that their counts have a meaning in
-# emulated time only.
-ALL_PROPOSERS = {**PROPOSERS, "cascade": ("proposer=cascade",)}
 SYNTHETIC = "synthetic"
 
 
@@ -95,7 +92,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     """Options of the proposer."""
     parser.add_argument(
         "--proposer",
-        choices=(*ALL_PROPOSERS, SYNTHETIC),
+        choices=(*PROPOSERS, SYNTHETIC),
         default="demo",
         help="(demo)",
     )
@@ -108,7 +105,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the reference `truth`."""
-    proposer = [*ALL_PROPOSERS.get(options.proposer, ())]
+    proposer = [*PROPOSERS.get(options.proposer, ())]
     if is_synthetic(options):
         assert truth is not None
         proposer = synthetic(truth, options.curve, options.spread, options.proposer)
@@ -117,7 +114,7 @@ def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
 
 def is_synthetic(options: argparse.Namespace) -> bool:
     """Whether draft tokens are made from the answer."""
-    return options.proposer not in ALL_PROPOSERS
+    return options.proposer not in PROPOSERS
 
 
 def synthetic(truth: Path, curve: str, spread: float, proposer: str = SYNTHETIC) -> list[str]:

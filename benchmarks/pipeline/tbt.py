@@ -3,62 +3,40 @@
     python -m benchmarks.pipeline.tbt --json benchmarks/results/tbt.json \\
         --plot benchmarks/results/tbt
     python -m benchmarks.pipeline.tbt --proposer synthetic --scale 6 --num-prompts 4 --tokens 48 ...
-    python -m benchmarks.pipeline.tbt --proposer synthetic_cascade --methods root,alone,cascade
 
 Every method decodes the same prompts on a cluster of its own; the answers are compared with those
 of `root`, token for token. The synthetic draft makes its tokens from the answers, which are
 recorded first, with the accuracy of its curve. Figures are those of the emulated machine; the
 over-runs count steps in which a rank of this machine was too slow.
-
-`alone` and `cascade` are `best_first` without and with the mid-size model of a cascade, of the demo
-pair or SYNTHETIC, of one seed so that the errors of both drafts coincide.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from functools import partial
 from pathlib import Path
 
 from benchmarks.common import comparison, experiment, plot, run_options
 from benchmarks.common.comparison import ALL, Case
-from pipespec.extras.emulation.synthetic_proposer import MID_CURVE
-from pipespec.head.proposers.cascade import MID_ROWS
-
-# Rows that the mid-size model scores in a pass.
-CASCADES = {"alone": 0, "cascade": MID_ROWS}
-METHODS = (*run_options.METHODS, *CASCADES)
-
-
-def method_overrides(name: str, options: argparse.Namespace) -> list[str]:
-    """The overrides of a method; `alone` and `cascade` need a cascade as proposer."""
-    if name not in CASCADES:
-        return run_options.method(name, options)
-    curve = [f"proposer.mid_curve=[{options.mid_curve}]"] if name == "cascade" else []
-    return [
-        *run_options.method("best_first", options),
-        f"proposer.mid_rows={CASCADES[name]}",
-        *(curve if run_options.is_synthetic(options) else []),
-    ]
 
 
 def main() -> None:
     parser = experiment.parser(__doc__, plot=True)
     run_options.add_cluster(parser, machine="rtx3090_8")
     run_options.add_draft(parser)
-    parser.add_argument("--mid-curve", default=",".join(MID_CURVE), help="of a synthetic cascade")
     run_options.add_prompts(parser, prompts=8, tokens=32)
     run_options.add_methods(parser)
     options = experiment.parse(parser, num_prompts=4, tokens=12)
-    if unknown := set(options.methods) - {*METHODS}:
-        parser.error(f"--methods names {', '.join(unknown)}; choose of {', '.join(METHODS)}.")
+    if unknown := set(options.methods) - {*run_options.METHODS}:
+        parser.error(
+            f"--methods names {', '.join(unknown)}; choose of {', '.join(run_options.METHODS)}."
+        )
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         machine = [*run_options.target(options.stages, folder), *run_options.cluster(options)]
         cases = [
-            Case({"method": method}, machine, method_overrides(method, options))
+            Case({"method": method}, machine, run_options.method(method, options))
             for method in options.methods
         ]
         compared = comparison.decode(options, cases, folder)

@@ -215,15 +215,12 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
     def per_step(name: str) -> str:
         return f"{statistics[name] / statistics['steps']:.2f}"
 
-    scored = ""
-    if statistics.get("mid_passes"):
-        scored = f"{per_step('scored')} nodes scored by the mid-size model per step; "
     shares = ", ".join(f"{share:.0%}" for share in busy.values())
     return (
         f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} decided, "
         f"{per_step('prompt_rows')} of prompts, {per_step('draft_rows')} draft tokens "
         f"({per_step('draft_hits')} accepted, {per_step('draft_hits_expected')} expected); "
-        f"{per_step('rounds')} draft rounds per step; {scored}stages busy {shares or '-'}; "
+        f"{per_step('rounds')} draft rounds per step; stages busy {shares or '-'}; "
         f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots, "
         f"{statistics['kv_slots_retained']} more with text to share; "
         f"{statistics['cache_hits']} of {statistics['cache_queries']} tokens found in KV; "

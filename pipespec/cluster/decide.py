@@ -46,8 +46,8 @@ def decide(
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     has_head = config.proposer.needs_head
     needs_draft = config.proposer.needs_draft or (has_head and config.model.draft is not None)
-    used = {"target": True, "draft": needs_draft, "mid": config.proposer.needs_mid}
-    named = {kind: getattr(config.model, kind) for kind in used if used[kind]}
+    kinds = ("target", "draft") if needs_draft else ("target",)
+    named = {kind: getattr(config.model, kind) for kind in kinds}
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is None:
         host_here(config.cluster)  # a device that is missing is said before models are read
@@ -64,7 +64,7 @@ def decide(
         else:
             models[kind] = inspect(place, fit=False)
         models[kind].check_quantization(f"model.{name}", getattr(config.model, name))
-    target, draft, mid = models["target"], models.get("draft"), models.get("mid")
+    target, draft = models["target"], models.get("draft")
     if has_head and draft is None:
         draft = inspect_head(None, target)
     if "cluster.stages" in config.chosen:
@@ -109,8 +109,8 @@ def decide(
                 f"workers for {hosts_file.num_stages} stages; leave cluster.stages out."
             )
         if placement is None:
-            placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid))
-    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
+            placement = plan_slices(unmeasured(hosts_file, config, target, draft))
+    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts)
     check_groups(found)
     found = replace(found.laid_out(placement), shared=shared_models(found))
     require_attention(found)

@@ -36,7 +36,7 @@ MOST_BYTES = 2**20  # of a hosts file
 
 @dataclass(frozen=True)
 class Host:
-    """A machine. `target`, `draft`, `mid`: where the models lie there, if not where the run says.
+    """A machine. `target`, `draft`: where the models lie there, if not where the run says.
     `memory_gib` is what each of its devices may use, None: all that is free. `groups` are the sizes
     of its groups of devices, in order, 1 for a device by itself; nothing: all are."""
 
@@ -52,7 +52,6 @@ class Host:
     env: Mapping[str, str] = entry(entries.env, {})
     target: str | None = entry(entries.path)
     draft: str | None = entry(entries.path)
-    mid: str | None = entry(entries.path)
     memory_gib: float | None = entry(entries.gib)
     groups: tuple[int, ...] = ()
 

@@ -277,11 +277,6 @@ class Config(RunConfig):
             raise ConfigError(
                 "model.draft_quantization is for draft models, not for draft heads; leave it out."
             )
-        if self.proposer.needs_mid and self.model.mid is None:
-            raise ConfigError(
-                "model.mid is null, but in a cascade a mid-size model scores the tree; name its "
-                "folder or hub id, or choose proposer=draft_model."
-            )
         if self.proposer.overlap == "no" and not any(each.refills for each in self.policies):
             raise ConfigError(
                 "proposer.overlap is no, but only best_first with policy.row_cost=null can draft "

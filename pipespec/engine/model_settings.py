@@ -48,11 +48,6 @@ class ModelConfig:
         "Draft model, best with the target's vocabulary, or with proposer=head an EAGLE-3 head; "
         "null for proposers that need none, and for MTP layers of the target's checkpoint.",
     )
-    mid: str | None = setting(
-        None,
-        "Mid-size model, best with the target's vocabulary, for proposer=cascade.",
-        experimental=True,
-    )
     dtype: str = setting(
         "auto",
         "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, or the "
@@ -67,7 +62,7 @@ class ModelConfig:
     )
     draft_quantization: str | None = setting(
         None,
-        "The same as model.quantization, for the draft model, and the mid-size one of a cascade.",
+        "The same as model.quantization, for the draft model.",
         choices=QUANTIZATIONS,
         experimental=True,
     )
@@ -126,7 +121,7 @@ class ModelConfig:
                 f"model.kv_dtype is {self.kv_dtype}, which model.attention={self.attention} does "
                 f"not read; set model.attention={SDPA}."
             )
-        for name in ("target", "draft", "mid"):
+        for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a folder or hub id.")
 

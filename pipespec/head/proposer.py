@@ -213,18 +213,3 @@ class ProposerConfig(ABC):
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         """The running proposer, given the draft model if `needs_draft`, how many token ids the
         target knows, and what makes tokens of the text of files."""
-
-    @property
-    def mid_rows(self) -> int:
-        """Nodes that a pass of a mid-size model scores (`CascadeProposer`); 0: there is none."""
-        return 0
-
-    @property
-    def needs_mid(self) -> bool:
-        """Whether rank 0 loads `model.mid`."""
-        return False
-
-    def make_mid(self, mid: Proposer | None, vocabulary: int) -> Proposer:
-        """The mid-size model, if `mid_rows`, as a proposer that runs in a thread; `mid` is the
-        loaded one, given exactly if `needs_mid`."""
-        raise NotImplementedError

@@ -16,7 +16,6 @@ import collections.abc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,14 +49,11 @@ from pipespec.head.structured_output import masked_proposal
 from pipespec.head.tree import ROOT
 from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 
-if TYPE_CHECKING:
-    from pipespec.head.proposers.cascade import CascadeProposer
-
 
 class Scheduler:
     """The decisions of the head for all requests, which `admission` holds."""
 
-    def __init__(self, config: SchedulerConfig, scorer: CascadeProposer | None = None):
+    def __init__(self, config: SchedulerConfig):
         self.admission = Admission(config)
         self.config = config
         self.step = 0  # of the next batch
@@ -66,7 +62,6 @@ class Scheduler:
         self.learnt: LearntSteps | None = None
         self._measured = NO_TIMES  # by the stages
         self.stats = self._new_stats()
-        self._scorer = scorer
         self._target: TargetBatch | None = None  # the size of batches in this step
         self._answers = Counter[str]()  # that were decoded when this step began, by tenant
         self._crowds: dict[str, int] = {}  # rows of these in a batch of this step
@@ -182,21 +177,6 @@ class Scheduler:
                 tree.add_children(answer.parents, answer.tokens, answer.logps, part.limit, paths)
                 tree.trim(self._policy.max_nodes)
 
-    def refine(self) -> None:
-        """Add the scores that have arrived to the trees, and request scores of further nodes."""
-        if self._scorer is not None:
-            self.take_scores()
-            self._scorer.request_scores(self.admission.sequences.values(), self._policy)
-
-    def take_scores(self) -> None:
-        """Add the scores that have arrived to the trees, in place of the draft's own."""
-        if self._scorer is not None:
-            running, capacity = self.admission.sequences, self._policy.max_nodes
-            scored = self._scorer.take_scores(running, capacity)
-            if scored is not None:
-                self.totals.mid_passes += 1
-                self.totals.scored += scored
-
     def apply(self, verdict: Verdict, now: int) -> SequenceUpdate | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.
 
@@ -212,8 +192,6 @@ class Scheduler:
         reason = reason or verdict.failed
         for depth in depths:
             self.totals.hits[min(depth, DEEPEST)] += 1
-        if self._scorer is not None:
-            self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
         if self.config.one_batch:
             sequence.tree.drop_unfed()
         count = len(depths)

@@ -123,7 +123,6 @@ class Totals:
     Attributes:
         steps: with any row.
         rounds: of the draft.
-        mid_passes, scored: passes of the mid-size model, and nodes that it scored.
         prompt_rows: rows of prompts that were fed.
         fed: rows of trees that were fed, by depth, `[1 + DEEPEST]`; of depth 0 are roots, which
             were decided before they were fed.
@@ -136,8 +135,6 @@ class Totals:
 
     steps: int = 0
     rounds: int = 0
-    mid_passes: int = 0
-    scored: int = 0
     prompt_rows: int = 0
     fed: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST, np.int64))
     expected: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST))
@@ -177,7 +174,6 @@ class Totals:
             )
             for label, count in zip(labels, counts, strict=True)
         }
-        labelled |= {"mid_passes": self.mid_passes, "scored": self.scored}
         return {
             "steps": self.steps,
             "tokens": sum(self.hits),

@@ -70,7 +70,6 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
 
     if scheduler.config.one_batch:
         expand_all(scheduler, pipeline)
-    scheduler.take_scores()
     while work := scheduler.next_refill(plan := scheduler.plan_batch(pipeline.elapsed_ms())):
         # The stages wait for this draft round: without it there is nothing to send, or less than
         # the wait is worth.
@@ -84,10 +83,8 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
 
 def expand_all(scheduler: Scheduler, pipeline: Pipeline) -> None:
     """The draft rounds for which a step has time."""
-    scheduler.refine()
     while work := scheduler.next_expansion(pipeline.elapsed_ms()):
         expand(scheduler, pipeline, work)
-        scheduler.refine()
 
 
 def expand(scheduler: Scheduler, pipeline: Pipeline, work: ProposalBatch) -> None:

@@ -9,7 +9,6 @@ every walk reads the same columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import reduce
 from operator import sub
 
@@ -35,14 +34,13 @@ class Tree:
         fed: the node has entered the pipeline; set by `mark_fed`.
         fed_root_position: the position of the root when it did; undefined before.
         expanded: the proposer has proposed its children; others may have some from `DraftPaths`.
-        scored: the mid-size model of a cascade has scored its children, or is about to.
     """
 
     _COLUMNS = (
         *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
-        *("fed", "fed_root_position", "expanded", "scored"),
+        *("fed", "fed_root_position", "expanded"),
     )
-    __slots__ = (*_COLUMNS, "_next_id", "_num_fed", "__weakref__")
+    __slots__ = (*_COLUMNS, "_next_id", "_num_fed")
 
     def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
         self._next_id = root_id + 1
@@ -60,7 +58,6 @@ class Tree:
         self._num_fed: int | None = None
         self.fed_root_position = np.array([position])
         self.expanded = np.array([False])
-        self.scored = np.array([False])
 
     def __len__(self) -> int:
         return len(self.id)
@@ -168,7 +165,6 @@ class Tree:
             fed=np.zeros(count, bool),
             fed_root_position=position,
             expanded=np.zeros(count, bool),
-            scored=np.zeros(count, bool),
         )
         self._next_id += count
         return place
@@ -209,12 +205,6 @@ class Tree:
         place = order[np.searchsorted(self.id, ids, sorter=order) % len(order)]
         return np.where(self.id[place] == ids, place, NOT_IN_TREE)
 
-    def copy(self) -> Tree:
-        other = copy(self)
-        for name in self._COLUMNS:
-            setattr(other, name, getattr(self, name).copy())
-        return other
-
     def advance(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """Move the root along decided tokens; what is not below the last of them is pruned. A token
         that is not in the tree becomes a tree of its own.
@@ -242,14 +232,6 @@ class Tree:
         found = ((self.parent == parent) & (self.token == token)).nonzero()[0]
         # The root is its own parent, and comes first.
         return int(found[-1]) if len(found) and found[-1] != ROOT else None
-
-    def children(self, parents: np.ndarray) -> list[np.ndarray]:
-        """The indices of the children of each of `parents`."""
-        below = 1 + np.argsort(self.parent[1:], kind="stable")
-        above = self.parent[below]
-        starts = np.searchsorted(above, parents, "left")
-        ends = np.searchsorted(above, parents, "right")
-        return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def prune(self, path: Sequence[int]) -> None:
         """Keep only the subtree of the last node of a path, which begins at the root."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
-from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
+from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.placement.host_figures import DeviceFigures, Figures, ModelSizes, Number
@@ -43,12 +43,8 @@ def _stage_devices(hosts_file: HostsFile) -> list[str]:
 
 
 def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
-    """What the planner is to lay out. Raises ModelError: the mid-size model cannot be used."""
-    others = []
-    if config.proposer.needs_mid:
-        assert config.model.mid is not None  # as Config checks
-        others.append((inspect(config.model.mid), config.model.draft_quantization))
-    return _Measured(hosts_file, figures, config, others).problem()
+    """What the planner is to lay out."""
+    return _Measured(hosts_file, figures, config).problem()
 
 
 def unmeasured(
@@ -56,7 +52,6 @@ def unmeasured(
     config: Config,
     target: CheckpointInfo,
     draft: CheckpointInfo | None,
-    mid: CheckpointInfo | None,
 ) -> Problem:
     """The same without figures: equal devices, with the memory that the hosts file grants them.
 
@@ -85,7 +80,7 @@ def unmeasured(
         members={worker: device for host in hosts_file.hosts for worker in host.workers},
         links=(),
     )
-    others = [(info, model.draft_quantization) for info in (draft, mid) if info is not None]
+    others = [(info, model.draft_quantization) for info in (draft,) if info is not None]
     found = _Measured(hosts_file, figures, config, others).problem()
     equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
     return replace(found, workers=equal)
@@ -99,7 +94,7 @@ class _Measured:
     hosts_file: HostsFile
     figures: Figures
     config: Config
-    others: Sequence[tuple[CheckpointInfo, str | None]]
+    others: Sequence[tuple[CheckpointInfo, str | None]] = ()
 
     def problem(self) -> Problem:
         hosts_file, links = self.hosts_file, self.figures.links

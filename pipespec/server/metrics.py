@@ -153,8 +153,6 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
     ):
         yield _labelled(name, text, "depth", _by_number(status, count))
     # Only some clusters have one.
-    yield Counter("mid_passes", "Passes of the mid-size model", totals["mid_passes"] or None)
-    yield Counter("mid_scored", "Nodes that the mid-size model scored", totals["scored"] or None)
     yield _infos("rank_info", "How each rank computes", _rank_infos(status))
     yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
     share = "Share of time with requests spent computing"

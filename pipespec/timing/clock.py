@@ -44,10 +44,6 @@ class StepClock:
         """Wait for the end of a draft round of the head that expanded `nodes` nodes."""
         return True
 
-    def wait_for_mid_pass(self, start_ns: int) -> bool:
-        """Wait for the end of a forward pass of the mid-size model of a cascade."""
-        return True
-
     def wait_for_stage(self, start_ns: int, rank: int, step: int, rows: int) -> bool:
         """Wait for the end of a stage's computation of a batch of `rows` rows."""
         return True

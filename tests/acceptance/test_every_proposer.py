@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster.deployment.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.cluster.ranks import rank_components
-from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.matrix import some_of
@@ -63,9 +61,8 @@ def decoded(deployment, redis) -> list[list[int]]:
 def test_every_proposer_and_policy_gives_the_text_of_hugging_face(
     folder, expected, redis, proposer, policy, stages
 ):
-    """In a cascade the mid-size model is the target."""
     target = folder / "target"
-    overrides = proposer_overrides(proposer, truth=folder / "truth.jsonl", mid=target)
+    overrides = proposer_overrides(proposer, truth=folder / "truth.jsonl", target=target)
     settings = f"cluster.stages={stages}", *POLICIES[policy], *overrides
     deployment = cluster.make_deployment(target, folder / "draft", *settings)
     assert decoded(deployment, redis) == expected
@@ -92,42 +89,6 @@ def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
     )
     assert repeats > length / 4
     assert stats["hit_rate"] >= 0.5 * repeats / length
-
-
-def cascade(folder, *settings: str):
-    """The mid-size model is the target."""
-    chosen = "proposer=cascade", f"model.mid={folder / 'target'}", "proposer.mid_rows=8"
-    return cluster.make_deployment(folder / "target", folder / "draft", *chosen, *settings)
-
-
-def test_mid_size_model_equal_to_the_target_raises_the_hit_rate(folder, expected, redis):
-    """The small draft alone is wrong nearly everywhere; emulated stages give a pass its time."""
-    chosen = (
-        *(*POLICIES["best_first"], "cluster.stages=3", "policy.row_cost=0.0001"),
-        *("emulate=fixed", "emulate.stage_ms=15"),
-    )
-    asked = [{"prompt": tuple(PROMPTS[0]), "max_new_tokens": NUM_TOKENS}]
-    hits = []
-    for rows in (0, 8):
-        deployment = cascade(folder, *chosen, f"proposer.mid_rows={rows}")
-        ((tokens, _, stats),) = cluster.decode(deployment, redis, asked)
-        assert tokens == expected[0]
-        hits.append(stats["hit_rate"])
-    assert hits[1] > hits[0] + 0.2
-
-
-def test_cascade_needs_a_mid_size_model_and_memory_for_it(folder):
-    with pytest.raises(ConfigError, match=r"model\.mid is null"):
-        cascade(folder, "model.mid=null")
-    deployment = cascade(folder, "model.dtype=bfloat16", "cluster.stages=2")
-    more = required_bytes(deployment, 0, mid=True)
-    assert more[WEIGHTS] > required_bytes(deployment, 0)[WEIGHTS] > 0
-    assert more["proposer.mid_rows"] == 8 * models.VOCAB_SIZE * 2
-    ranks = local_ranks(deployment)
-    wanted = sum(required_bytes(deployment, rank).total() for rank in ranks) + more.total()
-    require_memory(deployment, ranks, lambda device: wanted)
-    with pytest.raises(ConfigError, match="GiB on cpu"):
-        require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
 def all_free(proposers: list) -> bool:

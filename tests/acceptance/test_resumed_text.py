@@ -163,7 +163,7 @@ def begun(expected: Sequence[Sequence[int]]) -> list[Started]:
 def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape, proposer, tmp_path):
     truth = tmp_path / "truth.jsonl"
     write_truth(truth, PROMPTS, greedy)
-    chosen = proposer_overrides(proposer, truth=truth, mid=tiny)
+    chosen = proposer_overrides(proposer, truth=truth, target=tiny)
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape], *chosen)
     assert resumed(deployment, redis, begun(greedy)) == [
         Answer(answer, (), "length") for answer in greedy for _ in BORDERS

@@ -77,7 +77,7 @@ def truth(expected, tmp_path_factory) -> Path:
 def test_every_policy_proposer_and_stage_count_samples_the_text_of_a_plain_loop(
     tiny, redis, expected, truth, policy, proposer, stages
 ):
-    given = proposer_overrides(proposer, truth=truth, mid=tiny)
+    given = proposer_overrides(proposer, truth=truth, target=tiny)
     overrides = [f"policy={policy}", f"cluster.stages={stages}", *given]
     if policy in ("best_first", "level"):
         overrides.append("policy.children=4")

@@ -29,9 +29,9 @@ def small_policies() -> list[SpeculationPolicy]:
     return [compose(list(settings)).policy for settings in POLICIES.values()]
 
 
-def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
-    """`truth` is the file that synthetic drafts read, `mid` a cascade's second model, for which a
-    draft head is made too, as it is the target."""
+def proposer_overrides(proposer: str, *, truth: Path, target: Path) -> list[str]:
+    """`truth` is the file that synthetic drafts read, `target` that for which a draft head is
+    made."""
     overrides = [f"proposer={proposer}"]
     needed = {
         entry.name
@@ -40,11 +40,9 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     }
     if "truth" in needed:
         overrides.append(f"proposer.truth={truth}")
-    config = compose([*overrides, f"model.mid={mid}"]).proposer
-    if config.needs_mid:
-        overrides.append(f"model.mid={mid}")
+    config = compose(overrides).proposer
     if config.needs_head:
-        overrides.append(f"model.draft={heads.shared(mid)}")
+        overrides.append(f"model.draft={heads.shared(target)}")
     elif not config.needs_draft:
         overrides.append("model.draft=null")
     return overrides

@@ -19,7 +19,6 @@ def sample_status() -> ClusterStatus:
     """A cluster of which everything is known, so that each metric has samples with its labels."""
     per_label = {"fed", "hits", "expected", "active_ns", "busy_ns", "receive_ns", "send_ns"}
     counts = {f"{name}/1": 1 for name in per_label} | {"step_tokens/1": 1}
-    counts |= dict.fromkeys(("mid_passes", "scored"), 1)
     state = dict.fromkeys(
         ("running", "kv_slots", "kv_slots_held", "kv_slots_retained", "row_budget"), 1
     )

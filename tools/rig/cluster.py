@@ -46,10 +46,9 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
         try:
             torch.set_num_threads(1)
             model = load_model(deployment, number)
-            mid = None if number else load_model(deployment, 0, mid=True)
             with (
                 rank_grammars(deployment, number) as grammars,
-                join_rank(deployment, where, number, model, mid, grammars) as run_loop,
+                join_rank(deployment, where, number, model, grammars) as run_loop,
                 closing(connect_links(deployment, where, number, store)) as link,
             ):
                 try:

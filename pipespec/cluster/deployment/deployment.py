@@ -27,7 +27,7 @@ def quantization_of(name: str) -> str:
 @dataclass(frozen=True)
 class Deployment:
     """The plan of a cluster, made before any rank starts, which is sent to the ranks as a pickle.
-    `draft` is None where the proposer needs none, and so is `mid`, the mid-size model of a cascade.
+    `draft` is None where the proposer needs none.
     `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
     entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
@@ -45,7 +45,6 @@ class Deployment:
     devices: tuple[str, ...]
     context: int
     hosts: tuple[Host, ...]
-    mid: CheckpointInfo | None = None
     sizes: tuple[int, ...] = ()
     shared: Mapping[str, Repository] = field(default_factory=dict)
     fetched: bool = False
@@ -56,7 +55,7 @@ class Deployment:
     @property
     def models(self) -> list[tuple[str, CheckpointInfo]]:
         """All checkpoints, by their names in `model.`, the target's first."""
-        named = {"target": self.target, "draft": self.draft, "mid": self.mid}
+        named = {"target": self.target, "draft": self.draft}
         return [(name, info) for name, info in named.items() if info is not None]
 
     @property

@@ -44,24 +44,20 @@ REMEDIES = {
     "model.kv_memory": "lower model.kv_memory",
     "policy.width": "lower policy.width",
     "policy.capacity": "lower policy.capacity, or policy.width and policy.children",
-    "proposer.mid_rows": "lower proposer.mid_rows",
     "scheduler.max_num_seqs": "lower scheduler.max_num_seqs",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
 }
 
 
-def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> CheckpointInfo | None:
-    """The model of a rank; of the head the draft model or, with `mid`, the mid-size model."""
-    if mid:
-        assert rank == 0, "a mid-size model is beside the head"
-        return deployment.mid
+def model_of(deployment: Deployment, rank: int) -> CheckpointInfo | None:
+    """The model of a rank; of the head the draft model."""
     return deployment.target if rank else deployment.draft
 
 
-def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+def required_bytes(deployment: Deployment, rank: int) -> Counter[str]:
     """Bytes that a rank, or each tensor-parallel member of it, uses on its device, by setting or
-    WEIGHTS. `mid`: those of the mid-size model alone."""
-    info = model_of(deployment, rank, mid=mid)
+    WEIGHTS."""
+    info = model_of(deployment, rank)
     if info is None:
         return Counter()
     item = ITEM_BYTES[deployment.dtype_of(info)]
@@ -69,11 +65,9 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
     config = deployment.config
     found = Counter({name: n * slot for name, n in least_slots(deployment, rank).items()})
     if kv_amount(config.model.kv_memory)[1] is not None:
-        found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
+        found["model.kv_memory"] += (kv_slots(deployment, rank, 0) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
-    if mid:
-        found["proposer.mid_rows"] += config.proposer.mid_rows * info.vocab_size * item
-    elif rank == 0:
+    if rank == 0:
         nodes = config.scheduler.max_num_seqs * config.max_nodes
         found["policy.capacity"] += nodes * NODE_BYTES
         found["policy.width"] += logits
@@ -83,7 +77,7 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
         if layers_of(deployment, info, rank).stop == info.num_layers:
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
-    found[WEIGHTS] += weight_bytes(deployment, info, rank, members_of(deployment, info, rank))
+    found[WEIGHTS] += weight_bytes(deployment, info, rank, deployment.sizes[rank])
     return found
 
 
@@ -91,14 +85,9 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
     return deployment.layers[rank - 1] if rank else range(info.num_layers)
 
 
-def members_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
-    """The tensor-parallel size of a rank's model; that of the mid-size model is 1."""
-    return 1 if info is deployment.mid else deployment.sizes[rank]
-
-
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of a token in the KV pool of a rank, or of each of its members."""
-    members = members_of(deployment, info, rank)
+    members = deployment.sizes[rank]
     of_layer = info.kv_bytes(deployment.dtype_of(info), deployment.config.model.kv_dtype, members)
     return info.kv_layers(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
 
@@ -106,7 +95,7 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
 def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
     that are kept of prompts, and those of tree nodes."""
-    settings, members = deployment.config.model, members_of(deployment, info, rank)
+    settings, members = deployment.config.model, deployment.sizes[rank]
     kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
     sequences = deployment.config.scheduler.max_num_seqs + kept
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
@@ -128,18 +117,18 @@ def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
     )
 
 
-def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
+def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
     """How many KV slots a rank allocates with `free` bytes before its weights are loaded. As many
     as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least as many
-    as one such sequence needs. `mid`: those of the mid-size model."""
-    info = model_of(deployment, rank, mid=mid)
+    as one such sequence needs."""
+    info = model_of(deployment, rank)
     assert info is not None
     least = least_slots(deployment, rank).total()
     slot = slot_bytes(deployment, info, rank)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
         share = share or KV_SHARE[deployment.devices[rank].partition(":")[0]]
-        weights = weight_bytes(deployment, info, rank, members_of(deployment, info, rank))
+        weights = weight_bytes(deployment, info, rank, deployment.sizes[rank])
         states = recurrent_bytes(deployment, info, rank)
         amount = int(share * max(free - weights - states, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
@@ -149,12 +138,11 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
 def require_kv(deployment: Deployment, rank: int) -> None:
     """Raise ConfigError if `model.kv_memory` is an amount and a rank cannot decode the longest
     sequence with it."""
-    models = [model_of(deployment, rank), None if rank else deployment.mid]
+    info = model_of(deployment, rank)
     _, amount = kv_amount(deployment.config.model.kv_memory)
-    slots = [slot_bytes(deployment, info, rank) for info in models if info is not None]
-    if not slots or amount is None:
+    if info is None or amount is None:
         return
-    wanted = least_slots(deployment, rank).total() * max(slots)
+    wanted = least_slots(deployment, rank).total() * slot_bytes(deployment, info, rank)
     if amount < wanted:
         raise ConfigError(
             f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
@@ -203,9 +191,8 @@ def bytes_by_rank(deployment: Deployment) -> list[int]:
 def models_by_rank(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
     """What users call each model of each rank, its checkpoint, and the rank."""
     for rank in range(deployment.num_ranks):
-        for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
-            if (info := model_of(deployment, rank, mid=mid)) is not None:
-                yield f"stage {rank}" if rank else "mid-size model" if mid else "draft", info, rank
+        if (info := model_of(deployment, rank)) is not None:
+            yield f"stage {rank}" if rank else "draft", info, rank
 
 
 def free_bytes(device: str) -> int:
@@ -275,8 +262,6 @@ def _needed(
         devices = (deployment.devices[rank], *map(deployment.device_of, others))
         for device in devices:
             by_device[device] += required_bytes(deployment, rank)
-        if rank == 0 and deployment.mid is not None:
-            by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
     return by_device
 
 

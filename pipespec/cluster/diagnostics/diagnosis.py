@@ -75,10 +75,10 @@ class LinkReport(Link):
 
 
 def required_models(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
-    """Which models the host must have: "target" for stages, the others where the head may be."""
+    """Which models the host must have: "target" for stages, "draft" where the head may be."""
     holds_stages = host.workers != (hosts_file.draft,)
     may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
-    return ("target",) * holds_stages + ("draft", "mid") * may_be_head
+    return ("target",) * holds_stages + ("draft",) * may_be_head
 
 
 def diagnose(
@@ -87,8 +87,8 @@ def diagnose(
     links: Sequence[LinkReport],
     fetchable: Collection[str] = (),
 ) -> list[Finding]:
-    """All findings, errors first. `fetchable` are the models ("target", "draft", "mid") that hosts
-    get when a cluster starts."""
+    """All findings, errors first. `fetchable` are the models ("target", "draft") that hosts get
+    when a cluster starts."""
     inventories = {
         name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None
     }
@@ -191,9 +191,9 @@ def _by_version(inventories: Mapping[str, Inventory], package: str) -> dict[str,
 def _models(
     hosts_file: HostsFile, inventories: Mapping[str, Inventory], fetchable: Collection[str]
 ) -> Iterator[Finding]:
-    """What is wrong with the target, the draft and the mid-size model; `fetchable`: those of which
-    hosts get what they lack when a cluster starts."""
-    for part in ("target", "draft", "mid"):
+    """What is wrong with the target and the draft; `fetchable`: those of which hosts
+    get what they lack when a cluster starts."""
+    for part in ("target", "draft"):
         found = {
             name: inventory.models[part]
             for name, inventory in inventories.items()

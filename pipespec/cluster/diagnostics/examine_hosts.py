@@ -60,7 +60,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
     """Examine all hosts but those that are started by hand. If one fails, the others are examined
     all the same. `model` has the paths of the models on hosts whose entry does not name them."""
     names = [host.name for host in hosts_file.hosts if not host.by_hand]
-    named = {"target": model.target, "draft": model.draft, "mid": model.mid}
+    named = {"target": model.target, "draft": model.draft}
     with (
         ThreadPoolExecutor(max(len(names), 1)) as pool,
         Examination(hosts_file, named) as examination,
@@ -192,7 +192,7 @@ class Examination(ExitStack):
 
     def take_inventory(self, name: str) -> None:
         host = self._hosts.host(name)
-        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
+        own = {"target": host.target, "draft": host.draft}
         folders = {
             part: own[part] or self._models[part] for part in required_models(self._hosts, host)
         }

@@ -45,11 +45,9 @@ class HeldRank:
 
     def num_models_on(self, device: str) -> int:
         """How many models and parts of models are on a device of this worker's host in this epoch:
-        one of each worker, and the mid-size one of the head."""
+        one of each worker."""
         here = self._host, device
-        of_workers = sum(self._place(each) == here for each in self.assignment.everyone)
-        has_mid = self.deployment.mid is not None
-        return of_workers + (has_mid and self._place(self.assignment.workers[0]) == here)
+        return sum(self._place(each) == here for each in self.assignment.everyone)
 
     def core_shares(self) -> CoreShares:
         """The shares of the ranks of this worker's host in its cores, in this epoch."""

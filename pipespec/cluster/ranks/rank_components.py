@@ -29,8 +29,6 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposer import Proposer
-from pipespec.head.proposers.async_proposer import AsyncProposer
-from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -47,21 +45,16 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    deployment: Deployment,
-    rank: int,
-    sharing: int = 1,
-    *,
-    mid: bool = False,
-    part: TPMember | None = None,
+    deployment: Deployment, rank: int, sharing: int = 1, *, part: TPMember | None = None
 ) -> ModelSlice | None:
-    """Load a stage's part of the target, or at rank 0 the draft model, with `mid` the mid-size
-    model. None: it has no model. `sharing` models, this one included, share the device's free
-    memory. `part`: what to load, of a rank that several workers compute."""
-    info = memory.model_of(deployment, rank, mid=mid)
+    """Load a stage's part of the target, or at rank 0 the draft model. None: it has no model.
+    `sharing` models, this one included, share the device's free memory. `part`: what to load, of a
+    rank that several workers compute."""
+    info = memory.model_of(deployment, rank)
     if info is None:
         return None
     device = deployment.devices[rank]
-    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
+    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing))
     name = quantization_of(deployment.name_of(info))
     held = deployment.weight_format(info)
     info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
@@ -126,16 +119,14 @@ class Weights:
         rank: int,
         sharing: int,
         *,
-        mid: bool = False,
         member: int = 0,
         size: int = 1,
     ) -> ModelSlice | None:
-        """The model of a rank, with `mid` the mid-size model beside the head, loaded unless it is
-        the one in memory: the part `member` of a rank that `size` workers compute. `sharing`:
-        models on its device, this one included."""
+        """The model of a rank, loaded unless it is the one in memory: the part `member` of a rank
+        that `size` workers compute. `sharing`: models on its device, this one included."""
         layers = deployment.layers[rank - 1] if rank else None
         device = deployment.devices[rank]
-        info = memory.model_of(deployment, rank, mid=mid)
+        info = memory.model_of(deployment, rank)
         held = None if info is None else deployment.weight_format(info)
         taps = None if deployment.head is None else deployment.head.taps
         key = (rank > 0, layers, device, deployment.dtype, held, member, size, taps)
@@ -145,7 +136,7 @@ class Weights:
             self.drop()  # first: the device may not hold both
             part = TPMember(member, size) if size > 1 else None
             with on_device(device):
-                self._model = load_model(deployment, rank, sharing, mid=mid, part=part)
+                self._model = load_model(deployment, rank, sharing, part=part)
             self._loaded = key
         return self._model
 
@@ -235,27 +226,14 @@ def make_draft(deployment: Deployment, runner: SliceRunner | None) -> DraftModel
     return DraftHeadProposer(runner, runner.model, chunk, vocabulary, retained)
 
 
-def make_proposer(
-    deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
-) -> Proposer:
-    """The proposer of the draft in `runner`, and of the mid-size model of a cascade."""
+def make_proposer(deployment: Deployment, runner: SliceRunner | None) -> Proposer:
+    """The proposer of the draft in `runner`."""
     draft, target = make_draft(deployment, runner), deployment.target
 
     def encode(text: str) -> list[int]:
         return tokenizer.load(target.path).encode(text, add_special_tokens=False)
 
-    config = deployment.config
-    proposer = config.proposer.make(draft, target.vocab_size, encode)
-    if not config.proposer.mid_rows:
-        return proposer
-    mid_proposer = None
-    if deployment.mid is not None:
-        assert mid is not None
-        mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
-    beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
-    device = "cpu" if mid is None else mid.device
-    mid_beside = AsyncProposer(beside, config.emulate, device)
-    return CascadeProposer(proposer, mid_beside, config.proposer.mid_rows, deployment.context)
+    return deployment.config.proposer.make(draft, target.vocab_size, encode)
 
 
 def draft_proposer(
@@ -266,7 +244,7 @@ def draft_proposer(
 ) -> DraftModelProposer:
     config, states = deployment.config, None
     if info.recurrent is not None:
-        budget = deployment.kept_states_of(info, memory.members_of(deployment, info, 0))
+        budget = deployment.kept_states_of(info, deployment.sizes[0])
         states = KeptStates(budget, STATE_INTERVAL)
     return DraftModelProposer(
         runner,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from pipespec.head.proposers.calibration import (
     calibrations_of,
     restore_calibrations,
 )
-from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_head import DraftHeadProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
@@ -99,7 +98,6 @@ def join_rank(
     where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
-    mid: ModelSlice | None,
     grammars: Grammars | None,
     *,
     num_slots: int | None = None,
@@ -139,7 +137,7 @@ def join_rank(
             transport = config.emulate_link.delayed(transport, config.emulate.scale)
             if not rank:
                 assert grammars is not None
-                _run_head(deployment, runner, mid, controller, transport, delay_ms, grammars)
+                _run_head(deployment, runner, controller, transport, delay_ms, grammars)
                 return
             assert runner is not None
             attention = runner.model.attention
@@ -158,7 +156,6 @@ def join_rank(
 def _run_head(
     deployment: Deployment,
     runner: SliceRunner | None,
-    mid: ModelSlice | None,
     controller: Controller,
     transport: Transport,
     delay_ms: float,
@@ -166,10 +163,9 @@ def _run_head(
 ) -> None:
     config = deployment.config
     kv_tokens = controller.kv_tokens(deployment.num_ranks - 1)
-    proposer = rank_components.make_proposer(deployment, runner, mid)
-    scorer = proposer if isinstance(proposer, CascadeProposer) else None
+    proposer = rank_components.make_proposer(deployment, runner)
     scheduling = rank_components.scheduler_config(deployment, kv_tokens)
-    scheduler = Scheduler(scheduling, scorer)
+    scheduler = Scheduler(scheduling)
     key = rank_components.step_times_key(deployment)
     of_proposer = rank_components.calibrations_key(deployment)
     calibrations = [*calibrations_of(proposer)]
@@ -200,7 +196,7 @@ def _run_head(
         restore_calibrations(calibrations, load_cached(CALIBRATIONS, of_proposer))
     timeline = Timeline(record=config.trace is not None)
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
-    with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
+    with progress.part(LATE_S):
         head.run_until_done()
 
 

@@ -50,7 +50,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
     host = deployment.host_of(worker)
     here = on_this_host(deployment, host)
     known = deployment
-    weights, mid_weights = Weights(), Weights()
+    weights = Weights()
     number = 0
     with Heartbeat(
         where.url,
@@ -80,7 +80,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
             mine = replace(known, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             if not host.shares_caches:  # it may have got others than for the first epoch
                 here = on_this_host(mine, host, parts_of_rank(mine, rank))
-            mine = replace(mine, target=here.target, draft=here.draft, mid=here.mid)
+            mine = replace(mine, target=here.target, draft=here.draft)
             try:
                 if mine.config.decode.form is not None and rank in (0, len(mine.layers)):
                     require_installed(f"{mine.config.decode.form} on this host")
@@ -89,7 +89,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
                     memory.require_memory(mine, [rank], followers=False)
                 of_epoch = replace(where, epoch=number)
                 held = HeldRank(mine, of_epoch, rank, member, assignment, heartbeat)
-                run_rank(held, weights, mid_weights)
+                run_rank(held, weights)
                 return
             except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
                 heartbeat.suspect(number, str(error))
@@ -106,24 +106,18 @@ def say_place(place: str) -> None:
         handler.setFormatter(logging.Formatter(f"{place}: %(message)s"))
 
 
-def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
+def run_rank(held: HeldRank, weights: Weights) -> None:
     deployment, rank, member = held.deployment, held.rank, held.member
     if deployment.devices[rank] == "cpu":
         shares = held.core_shares()
         torch.set_num_threads(shares.stage if rank else shares.head)
         compute.use_threads(held.most_threads)
     make_current(deployment.devices[rank])
-    if rank:
-        mid_weights.drop()
     with rank_grammars(deployment, rank, member) as grammars:
         sharing = held.num_models_on(deployment.devices[rank])
         model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
-        mid = None
-        if rank == 0 and member == 0 and deployment.mid is not None:
-            sharing = held.num_models_on(deployment.devices[0])
-            mid = mid_weights.of(deployment, rank, sharing, mid=True)
         if len(held.members) == 1:
-            join_and_run(held, model, mid, grammars)
+            join_and_run(held, model, grammars)
             return
         assert model is not None
         with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group.abort):
@@ -132,7 +126,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
                 follow_tp_leader(model, group)
                 return
             with leading_tp_group(model, group) as num_slots:
-                join_and_run(held, model, mid, grammars, group, num_slots)
+                join_and_run(held, model, grammars, group, num_slots)
 
 
 @contextmanager
@@ -154,7 +148,6 @@ def rank_grammars(deployment: Deployment, rank: int, member: int = 0) -> Iterato
 def join_and_run(
     held: HeldRank,
     model: ModelSlice | None,
-    mid: ModelSlice | None,
     grammars: Grammars | None,
     group: TPProcessGroup | None = None,
     num_slots: int | None = None,
@@ -171,7 +164,6 @@ def join_and_run(
             where,
             held.rank,
             model,
-            mid,
             grammars,
             num_slots=num_slots,
         ) as run_loop,

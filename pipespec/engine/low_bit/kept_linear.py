@@ -197,11 +197,11 @@ def as_ggml(weights: Any) -> GgmlWeights:
 
 def multiplied(weights: compute.Matrix, x: Tensor) -> Tensor:
     """`[..., in]` -> `[..., out]`, in the type of `x`."""
-    y = x.new_empty(*x.shape[:-1], weights.shape[0])
-    if x.numel():  # for ggml there must be some
-        rows = x.reshape(-1, x.shape[-1]).float().numpy()
-        y.copy_(torch.from_numpy(compute.product(computer(), weights, rows)).view(y.shape))
-    return y
+    shape = *x.shape[:-1], weights.shape[0]
+    if not x.numel():  # for ggml there must be some
+        return x.new_empty(shape)
+    rows = x.reshape(-1, x.shape[-1]).float().numpy()
+    return torch.from_numpy(compute.product(computer(), weights, rows)).view(shape).to(x.dtype)
 
 
 class GgmlLinear(KeptLinear):

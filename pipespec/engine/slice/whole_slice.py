@@ -6,6 +6,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
@@ -56,7 +57,12 @@ class WholeSlice:
         self, hidden: Tensor, compute: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The largest of the logits of each row, and its token, `[k]` each."""
-        best = compute(hidden).max(-1)
+        logits = compute(hidden)
+        if logits.device.type == "cpu" and logits.dtype == torch.float32:
+            # NumPy finds the largest of 150,000 in a tenth of PyTorch's time.
+            tokens = torch.from_numpy(logits.numpy().argmax(-1))
+            return logits.gather(-1, tokens[:, None]).squeeze(-1), tokens
+        best = logits.max(-1)
         return best.values, best.indices
 
     def least(self, mine: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -99,8 +98,6 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
             "`pipespec doctor` looks at this machine, and takes settings for the hosts of a hosts "
             "file alone; pass HOSTS.yaml."
         )
-    if not proposer.needs_mid:
-        model = replace(model, mid=None)
     if proposer.needs_head:
         _require_head(model)
     report = examine_hosts(load_hosts(cluster.hosts), model)

@@ -142,9 +142,6 @@ class EmulatedMachine(StepClock):
         "ms",
         kind=float | str,
     )
-    mid_ms: float = setting(
-        0.0, "Least time of a pass of the mid-size model of a cascade.", "ms", limits=(0, MAX_MS)
-    )
     jitter_ms: float = setting(
         0.0,
         "Mean of a random delay of every step of a stage, exponentially distributed.",
@@ -187,13 +184,10 @@ class EmulatedMachine(StepClock):
 
     def __bool__(self) -> bool:
         slow = any(ms for curve in (*self.curves, self.draft) for _, ms in curve.points)
-        return slow or max(self.mid_ms, self.jitter_ms) > 0
+        return slow or self.jitter_ms > 0
 
     def wait_for_draft_round(self, start_ns: int, nodes: int) -> bool:
         return wait_until(start_ns, self.draft.ms(max(nodes, 1)) * self.scale)
-
-    def wait_for_mid_pass(self, start_ns: int) -> bool:
-        return wait_until(start_ns, self.mid_ms * self.scale)
 
     def wait_for_stage(self, start_ns: int, rank: int, step: int, rows: int) -> bool:
         return wait_until(start_ns, self.min_stage_ms(rank, step, rows))

@@ -25,9 +25,8 @@ from pipespec.head.proposer import (
     Proposer,
     ProposerConfig,
 )
-from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
-from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
+from pipespec.limits import MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting
 from pipespec.system.validation import Unreadable, parse_json, read_text, readable, typed
 
@@ -161,7 +160,6 @@ RECORDED = {
 }
 USUAL = RECORDED["all"]
 USUAL_CURVE = [f"{rank}:{share:g}" for rank, share in USUAL.curve.items()]
-MID_CURVE = ["1:0.93", "8:0.999"]  # assumed: a mid-size model errs half as often
 # From a text on which a draft errs often to one on which it hardly errs.
 RANGE = (RECORDED["self-instruct seed"], USUAL, RECORDED["GSM8K"])
 
@@ -218,33 +216,6 @@ class SyntheticConfig(ProposerConfig):
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         return SyntheticProposer(self.accuracy, read_truth(self.truth), vocabulary, self.seed)
-
-
-@dataclass(frozen=True)
-class SyntheticCascadeConfig(SyntheticConfig):
-    """Both drafts are synthetic, of one seed: where one goes wrong the other tends to as well."""
-
-    mid_curve: list[str] = setting(
-        MID_CURVE, "Accuracy of the mid-size model, in the form of proposer.curve."
-    )
-    mid_rows: int = setting(
-        MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS), experimental=True
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.mid_accuracy
-
-    @property
-    def mid_accuracy(self) -> Accuracy:
-        return Accuracy.parse(self.mid_curve, self.spread)
-
-    @property
-    def needs_mid(self) -> bool:
-        return False
-
-    def make_mid(self, mid: Proposer | None, vocabulary: int) -> Proposer:
-        return SyntheticProposer(self.mid_accuracy, read_truth(self.truth), vocabulary, self.seed)
 
 
 def read_truth(file: str) -> list[list[int]]:

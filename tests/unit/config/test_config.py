@@ -13,7 +13,7 @@ from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import EmulatedMachine
-from pipespec.extras.emulation.synthetic_proposer import SyntheticCascadeConfig, SyntheticConfig
+from pipespec.extras.emulation.synthetic_proposer import SyntheticConfig
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -33,8 +33,6 @@ NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
     ("proposer", "synthetic"): [f"proposer.truth={__file__}"],
-    ("proposer", "cascade"): ["model.mid=/models/mid"],
-    ("proposer", "synthetic_cascade"): [f"proposer.truth={__file__}"],
     ("emulate", "rtx3090_14"): ["cluster.stages=14"],
     ("emulate", "mixed_21"): ["cluster.stages=21"],
 }
@@ -307,12 +305,10 @@ def test_no_number_beyond_all_measure_is_taken(cls, value):
     if value == -1:
         harmless = {"presence_penalty", "frequency_penalty", "priority"}
         harmless |= {"seed"} if cls is SamplingConfig else set()
-    truth = {"truth": __file__}
     needed = {
         ModelConfig: {"target": "t"},
         ControllerConfig: {"url": None},
-        SyntheticConfig: truth,
-        SyntheticCascadeConfig: truth,
+        SyntheticConfig: {"truth": __file__},
     }.get(cls, {})
     for name, hint in typing.get_type_hints(cls).items():
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -1,5 +1,7 @@
 """The tree against brute force over a plain dictionary of parents."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,7 +88,7 @@ def test_advancing_by_several_tokens_is_advancing_by_each(tree, tokens, random):
     for i in range(1, len(tree)):
         if tree.fed[tree.parent[i]] and random.random() < 0.5:
             tree.mark_fed(np.array([i]))
-    one_by_one = tree.copy()
+    one_by_one = deepcopy(tree)
     found = [one_by_one.advance([token]) for token in tokens]
     assert tree.advance(tokens) == ([i for (i,), _ in found], [depth for _, (depth,) in found])
     check_tree(tree)

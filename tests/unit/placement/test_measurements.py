@@ -38,11 +38,11 @@ def target():
     return inspect(DEMO / "target")
 
 
-def asked(hosts_file, target, *settings, mid=None, **changes):
+def asked(hosts_file, target, *settings, **changes):
     stages = f"cluster.stages={hosts_file.num_stages}"
     config = compose([stages, "model.context=256", *settings])
     info = replace(target, **changes)
-    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), mid)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"))
 
 
 def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):
@@ -91,14 +91,6 @@ def test_layers_with_a_running_state_count_it_instead_of_k_and_v(hosts_file, tar
     assert found[1::2] == plain[1::2]
     assert len(set(found[::2])) == 1
     assert 2 * 4000 < found[0] < plain[0]
-
-
-def test_a_mid_size_model_counts_on_the_device_of_the_head(hosts_file, target):
-    hosts_file = load_hosts(hosts_file(THREE))
-    settings = ["proposer=cascade", f"model.mid={DEMO / 'target'}", "model.dtype=float32"]
-    alone = asked(hosts_file, target, *settings).needs.draft_bytes
-    beside = asked(hosts_file, target, *settings, mid=target).needs.draft_bytes
-    assert beside > alone + target.loaded("float32", None).total
 
 
 def test_bfloat16_is_chosen_where_every_stage_has_a_gpu(hosts_file):

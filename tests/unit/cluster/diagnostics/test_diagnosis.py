@@ -250,12 +250,10 @@ def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_ha
 def test_the_draft_is_needed_where_the_head_is(tmp_path):
     gone = Fingerprint("/d", "is missing")
     anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")
-    assert [required_models(anywhere, host) for host in anywhere.hosts] == [
-        ("target", "draft", "mid")
-    ] * 3
+    assert [required_models(anywhere, host) for host in anywhere.hosts] == [("target", "draft")] * 3
     assert [required_models(on_beta, host) for host in on_beta.hosts] == [
         ("target",),
-        ("draft", "mid"),
+        ("draft",),
         ("target",),
     ]
     hosts = with_model("beta", "draft", gone)

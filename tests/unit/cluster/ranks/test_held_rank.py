@@ -115,24 +115,17 @@ def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(monkeypa
     )
     weights: Any = Loading()
     with pytest.raises(RankFailed):
-        run_rank(held, weights, weights)
+        run_rank(held, weights)
     assert order == ["cuda:1", "load"]
 
 
-def test_the_mid_size_model_counts_where_it_is():
-    """It is loaded after the draft, and both take their share of the device."""
-    devices = {"a/0": "cuda:0", "a/1": "cuda:1", "b/0": "cuda:0"}
-    deployment: Any = SimpleNamespace(
-        mid=object(), devices=["cuda:0", "cuda:1", "cuda:0"], device_of=devices.__getitem__
-    )
+def test_models_on_a_device_are_those_of_its_host():
+    devices = {"a/0": "cuda:0", "a/1": "cuda:0", "b/0": "cuda:0"}
+    deployment: Any = SimpleNamespace(device_of=devices.__getitem__)
     assignment: Any = RankAssignment((*devices,), ())
     rest: Any = None
 
     def on(rank: int) -> HeldRank:
         return HeldRank(deployment, rest, rank, 0, assignment, rest)
 
-    assert on(0).num_models_on("cuda:0") == 2
-    assert on(1).num_models_on("cuda:1") == 1
-    assert on(2).num_models_on("cuda:0") == 1  # of another host
-    deployment.mid = None
-    assert on(0).num_models_on("cuda:0") == 1
+    assert [on(rank).num_models_on("cuda:0") for rank in range(3)] == [2, 2, 1]

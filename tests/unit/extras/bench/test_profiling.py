@@ -4,9 +4,6 @@ from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.profiling import check, plain_config
 from pipespec.head.policies.root import Root
-from pipespec.system.folders import resource_dir
-
-MID = f"model.mid={resource_dir('demo') / 'target'}"
 
 
 @pytest.mark.parametrize(
@@ -14,7 +11,6 @@ MID = f"model.mid={resource_dir('demo') / 'target'}"
     [
         (["proposer=suffix"], "but the proposer has none"),
         (["proposer=hybrid"], "what a draft model proposes by itself"),
-        (["proposer=cascade", MID], "what a draft model proposes by itself"),
         (["policy=root"], "leave policy out"),
         (["sampling.temperature=1"], "leave sampling.temperature out"),
     ],
