@@ -80,21 +80,19 @@ def unmeasured(
         members={worker: device for host in hosts_file.hosts for worker in host.workers},
         links=(),
     )
-    others = [(info, model.draft_quantization) for info in (draft,) if info is not None]
-    found = _Measured(hosts_file, figures, config, others).problem()
+    found = _Measured(hosts_file, figures, config, draft).problem()
     equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
     return replace(found, workers=equal)
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What was measured, or stands for it; `others` are models of the head that were not, and their
-    quantization."""
+    """What was measured, or stands for it; `draft`: the draft model, if it was not."""
 
     hosts_file: HostsFile
     figures: Figures
     config: Config
-    others: Sequence[tuple[CheckpointInfo, str | None]] = ()
+    draft: CheckpointInfo | None = None
 
     def problem(self) -> Problem:
         hosts_file, links = self.hosts_file, self.figures.links
@@ -158,12 +156,12 @@ class _Measured:
             draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
         elif draft is not None:
             draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-        for info, quantization in self.others:
-            dtype = dtype_of(info, hosts_file, config)
-            held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-            slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+        if (info := self.draft) is not None:
+            dtype, model = dtype_of(info, hosts_file, config), config.model
+            held = info.weight_format(model.draft_quantization, model.keep_quantized, dtype)
+            slot_bytes = info.kv_bytes(info.compute_dtype(dtype), model.kv_dtype)
             kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
-            draft_bytes += info.loaded(dtype, held).total + sum(kept)
+            draft_bytes = info.loaded(dtype, held).total + sum(kept)
         rounds = config.proposer.rounds
         return Needs(
             layer_bytes=tuple(target["layer_bytes"]),

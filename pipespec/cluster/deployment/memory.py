@@ -29,8 +29,8 @@ from pipespec.system import heap
 from pipespec.system.devices import require_device
 
 WEIGHTS = "the weights"
-# Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
-NODE_BYTES = 8 * 8 + 3
+# Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and two flags.
+NODE_BYTES = 8 * 8 + 2
 SLOT_BYTES = 8  # in the list of free slots
 
 # Measured with 1, 4 and 8 stages: with fewer files a cluster does not start. The process with most

@@ -48,7 +48,7 @@ class EmulatedLink(LinkDelay):
         return self.latency_ms + rows * self.row_bytes * 8 / (self.gbit_per_s * 1e6)
 
     def delayed(self, transport: Transport, scale: float) -> Transport:
-        return EmulatedTransport(transport, self, scale)
+        return EmulatedTransport(transport, self, scale) if self else transport
 
 
 class EmulatedTransport:
