@@ -105,23 +105,24 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the reference `truth`."""
-    proposer = [*PROPOSERS.get(options.proposer, ())]
     if is_synthetic(options):
         assert truth is not None
-        proposer = synthetic(truth, options.curve, options.spread, options.proposer)
+        proposer = synthetic(truth, options.curve, options.spread)
+    else:
+        proposer = [*PROPOSERS[options.proposer]]
     return [*proposer, f"proposer.rounds={options.rounds}"]
 
 
 def is_synthetic(options: argparse.Namespace) -> bool:
     """Whether draft tokens are made from the answer."""
-    return options.proposer not in PROPOSERS
+    return bool(options.proposer == SYNTHETIC)
 
 
-def synthetic(truth: Path, curve: str, spread: float, proposer: str = SYNTHETIC) -> list[str]:
+def synthetic(truth: Path, curve: str, spread: float) -> list[str]:
     """The overrides of a draft that makes its tokens from the answers in `truth`, with the accuracy
     of `curve`."""
     return [
-        f"proposer={proposer}",
+        f"proposer={SYNTHETIC}",
         f"proposer.truth={truth}",
         f"proposer.curve=[{curve}]",
         f"proposer.spread={spread}",
@@ -146,18 +147,19 @@ def add_size(parser: argparse.ArgumentParser, *, width: int = 64) -> None:
     parser.add_argument("--children", type=int, default=16, help="(16)")
 
 
-def add_methods(
-    parser: argparse.ArgumentParser, methods: Sequence[str] = METHODS, *, width: int = 64
-) -> None:
+def add_methods(parser: argparse.ArgumentParser) -> None:
     """Options of the methods that are compared, root first."""
-    parser.add_argument("--methods", type=_methods, default=methods, help=f"({','.join(methods)})")
-    add_size(parser, width=width)
+    parser.add_argument("--methods", type=_methods, default=METHODS, help=f"({','.join(METHODS)})")
+    add_size(parser)
 
 
 def _methods(text: str) -> list[str]:
     methods = names(text)
     if methods[0] != "root":
         raise argparse.ArgumentTypeError("must begin with root, with which others are compared.")
+    if unknown := {*methods} - {*METHODS}:
+        known = ", ".join(METHODS)
+        raise argparse.ArgumentTypeError(f"has {', '.join(sorted(unknown))}; choose of {known}.")
     return methods
 
 

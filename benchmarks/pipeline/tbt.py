@@ -27,10 +27,6 @@ def main() -> None:
     run_options.add_prompts(parser, prompts=8, tokens=32)
     run_options.add_methods(parser)
     options = experiment.parse(parser, num_prompts=4, tokens=12)
-    if unknown := set(options.methods) - {*run_options.METHODS}:
-        parser.error(
-            f"--methods names {', '.join(unknown)}; choose of {', '.join(run_options.METHODS)}."
-        )
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -199,12 +199,6 @@ class Tree:
     def index(self, node_id: int) -> int:
         return int(np.flatnonzero(self.id == node_id)[0])
 
-    def indices(self, ids: np.ndarray) -> np.ndarray:
-        """The indices of the nodes with these ids, `[k]`; NOT_IN_TREE: it was pruned."""
-        order = np.argsort(self.id)
-        place = order[np.searchsorted(self.id, ids, sorter=order) % len(order)]
-        return np.where(self.id[place] == ids, place, NOT_IN_TREE)
-
     def advance(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """Move the root along decided tokens; what is not below the last of them is pruned. A token
         that is not in the tree becomes a tree of its own.

@@ -27,15 +27,15 @@ def quantization_of(name: str) -> str:
 @dataclass(frozen=True)
 class Deployment:
     """The plan of a cluster, made before any rank starts, which is sent to the ranks as a pickle.
-    `draft` is None where the proposer needs none.
-    `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
-    entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
-    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
-    for. `shared`: what hosts call the models that they can get from the hub or from one another;
-    `fetched`: the hosts have the weights that they compute in the first epoch. `open_to` is the
-    address of this machine at which hosts may join while the cluster runs; None: none may. `joined`
-    are those of the `hosts` that have. `stage_devices` are those of the first layout, which decided
-    the dtypes; none: this is the first layout."""
+    `draft` is None where the proposer needs none. `placement` maps the workers of the `hosts` to
+    the ranks of the first epoch. `layers` has one entry per stage, `devices` and `sizes` (how many
+    workers compute it) one per rank; in a later epoch they may be others. `context` is the longest
+    sequence in tokens that the KV pools are made for. `shared`: what hosts call the models that
+    they can get from the hub or from one another; `fetched`: the hosts have the weights that they
+    compute in the first epoch. `open_to` is the address of this machine at which hosts may join
+    while the cluster runs; None: none may. `joined` are those of the `hosts` that have.
+    `stage_devices` are those of the first layout, which decided the dtypes; none: this is the first
+    layout."""
 
     config: Config
     target: CheckpointInfo

@@ -114,13 +114,7 @@ class Weights:
         return self._loaded is not None
 
     def of(
-        self,
-        deployment: Deployment,
-        rank: int,
-        sharing: int,
-        *,
-        member: int = 0,
-        size: int = 1,
+        self, deployment: Deployment, rank: int, sharing: int, *, member: int = 0, size: int = 1
     ) -> ModelSlice | None:
         """The model of a rank, loaded unless it is the one in memory: the part `member` of a rank
         that `size` workers compute. `sharing`: models on its device, this one included."""

@@ -159,14 +159,7 @@ def join_and_run(
     links = held.assignment.links(deployment.config.transport.seal)
     with (
         meeting_store(held) as store,
-        join_rank(
-            deployment,
-            where,
-            held.rank,
-            model,
-            grammars,
-            num_slots=num_slots,
-        ) as run_loop,
+        join_rank(deployment, where, held.rank, model, grammars, num_slots=num_slots) as run_loop,
     ):
         progress.begin(MEETING_S)
         with Membership(where.url, where.namespace) as shared, Waiting():

@@ -110,14 +110,6 @@ class ModelSlice:
         self._steps = StepTimes()
         self.any_attention = attention == select.AUTO
         self.products = cpu_products.USUAL
-        # Whether logits are the product with a matrix alone, which then needs none of the model's
-        # own code.
-        self._is_plain_head = False
-        if self.is_last and hasattr(model, "lm_head"):
-            example = self.random_hidden(2)
-            with torch.inference_mode():
-                made = ModelSlice.head(self, example)
-                self._is_plain_head = torch.equal(made, model.lm_head(example))
         # One row lets every layer allocate its pool: too little memory shows at load.
         position, slot = torch.zeros(1, dtype=torch.long), np.zeros(1, np.int64)
         row = position if self.is_first else torch.zeros(1, self.input_size, dtype=self.dtype)
@@ -284,9 +276,6 @@ class ModelSlice:
 
     def head(self, hidden: Tensor) -> Tensor:
         """The part of `logits` that can be captured."""
-        if self._is_plain_head:
-            made: Tensor = self.model.lm_head(hidden)
-            return made
         return self.model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
 
     def example_batch(self, rows: int, context: int = 0) -> tuple[Tensor, Tensor, AttentionPlan]:
