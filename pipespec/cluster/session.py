@@ -226,7 +226,10 @@ def start_cluster(
         ) as recovery,
     ):
         where = ControllerAddress(
-            redis.worker_url, redis.namespace, secret=secrets.token_urlsafe(24)
+            redis.worker_url,
+            redis.namespace,
+            secret=secrets.token_urlsafe(24),
+            local_url=redis.url,
         )
 
         def start(on: AgentHandle | None, planned: Deployment) -> None:

@@ -199,12 +199,14 @@ class Deployment:
 
 @dataclass(frozen=True)
 class ControllerAddress:
-    """The controller of a cluster, an epoch, and the secret with which its ranks authenticate."""
+    """The controller of a cluster, an epoch, and the secret with which its ranks authenticate.
+    `local_url` is the shorter way of workers on the launcher's host, past TLS."""
 
-    url: str = field(repr=False)  # it holds a password
+    url: str = field(repr=False)  # it holds a password, as the other one
     namespace: str
     epoch: int = 0
     secret: str = field(default="", repr=False)
+    local_url: str = field(default="", repr=False)
 
 
 def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:

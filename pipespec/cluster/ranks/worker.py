@@ -48,6 +48,8 @@ def run_worker(deployment: Deployment, where: ControllerAddress) -> None:
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
     host = deployment.host_of(worker)
+    if host.local:
+        where = replace(where, url=where.local_url)
     here = on_this_host(deployment, host)
     known = deployment
     weights = Weights()
