@@ -254,19 +254,23 @@ OTHER_RACES = {
     "links_8_requests": "8 requests at a time",
     "links_32_requests": "32 requests at a time",
     "links_slow_link": "2 ms one way, but 20 between the second and third stage",
+    "links_slow_draft": "2 ms one way, but 20 to and from the head and its draft",
     "links_slow_stage": "2 ms one way; the second stage has .3 of a processor",
 }
 
 
 def other_races() -> str:
-    """A table of races of pipespec alone, at the delays that their names say."""
+    """A table of races of pipespec alone, with the delays of those that have several."""
     names = "pipespec root", "pipespec level", "pipespec"
     lines = []
     for name, what in OTHER_RACES.items():
-        of = {each["engine"]: each for each in result(name)["rows"]}
-        equal = (f"{of[engine]['equal_answers']} of {of[engine]['answers']}" for engine in names)
-        times = (with_range(of[engine]["tbt_ms"]) for engine in names)
-        lines.append([what, *times, ", ".join(equal)])
+        stored = result(name)
+        delays = sorted({each["delay_ms"] for each in stored["rows"]})
+        for delay in delays:
+            of = [row(stored, delay_ms=delay, engine=engine) for engine in names]
+            equal = ", ".join(f"{each['equal_answers']} of {each['answers']}" for each in of)
+            over = f", {delay:g} ms one way" if len(delays) > 1 else ""
+            lines.append([what + over, *(with_range(each["tbt_ms"]) for each in of), equal])
     headings = ["race", "`root`", "`level`", "default", "equal texts"]
     return table(headings, lines) + command_of(*map(result, OTHER_RACES))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -218,6 +219,7 @@ def parse() -> argparse.Namespace:
         "--quota", type=float, help="processors of the second stage's host (all), such as .3"
     )
     parser.add_argument("--slow-link", type=float, help="ms one way from the second to the third")
+    parser.add_argument("--slow-draft", type=float, help="ms one way from and to the first host")
     parser.add_argument("--concurrency", type=int, default=1, help="requests; pipespec alone (1)")
     options = parse_job(parser)
     if (lacking := testbed.missing()) is not None:
@@ -230,14 +232,14 @@ def parse() -> argparse.Namespace:
 
 
 def uneven(options: argparse.Namespace) -> dict[str, Any]:
-    """What `Testbed` takes for a stage and a link that are slower than others; the first host has
-    no stage."""
-    found: dict[str, Any] = {}
-    if options.quota:
-        found["quotas"] = {"c": options.quota}
-    if options.slow_link:
-        found["slow"] = {("c", "d"): options.slow_link}
-    return found
+    """What `Testbed` takes for a stage and links that are slower than others; the first host has
+    the head and the draft, and no stage."""
+    slow = {("c", "d"): options.slow_link} if options.slow_link else {}
+    if options.slow_draft:
+        stages = string.ascii_lowercase[1 : options.stages + 1]
+        slow |= {("a", stage): options.slow_draft for stage in stages}
+    quotas = {"c": options.quota} if options.quota else {}
+    return {"slow": slow, "quotas": quotas}
 
 
 def main() -> None:
@@ -297,7 +299,11 @@ def main() -> None:
                 "links": [asdict(each.check) for each in races],
                 "tcp": TCP_SETTINGS,
                 "settings": options.settings,
-                "uneven": {"quota": options.quota, "slow_link_ms": options.slow_link},
+                "uneven": {
+                    "quota": options.quota,
+                    "slow_link_ms": options.slow_link,
+                    "slow_draft_ms": options.slow_draft,
+                },
                 **conditions(job, load_before, began),
                 "missing": missing,
                 "failed": {

@@ -36,7 +36,9 @@ class MemoryFailures:
         returns for these; None: all have. Without memory the sequence with the most rows fails, and
         the others are computed again."""
         while True:
-            kept = np.isin(sequences, [*self.failed], invert=True)
+            kept = np.ones(len(sequences), bool)
+            if self.failed:
+                kept = np.isin(sequences, [*self.failed], invert=True)
             if not kept.any():
                 return kept, None
             try:

@@ -256,19 +256,20 @@ class DraftModelProposer:
         compute for them, rising: themselves but for the root, and all nodes above them that were
         added to the tree without a pass of the draft."""
         tree, sequence = request.tree, request.context.sequence
-        wanted = np.zeros(len(tree), bool)
-        wanted[request.nodes] = True
-        above = np.unique(tree.parent[request.nodes])
-        while len(above := above[above != ROOT]):
-            held = [self.runner.holds(sequence, node) for node in tree.id[above].tolist()]
-            above = above[~np.array(held)]
-            wanted[above] = True
-            above = np.unique(tree.parent[above])
-        wanted[ROOT] = False  # its row is of the decided text
-        nodes = np.flatnonzero(wanted)
-        nodes = nodes[np.argsort(-tree.cum[nodes], kind="stable")]
-        num_rows = self.read[sequence].num_rows(tree, nodes).cumsum()
-        nodes = np.sort(nodes[num_rows <= free])
+        wanted = {*request.nodes.tolist(), ROOT}
+        above = {*tree.parent[request.nodes].tolist()} - wanted
+        while above:
+            lacking = {
+                each for each in above if not self.runner.holds(sequence, int(tree.id[each]))
+            }
+            wanted |= lacking
+            above = {*tree.parent[[*lacking]].tolist()} - wanted
+        nodes = np.array(sorted(wanted - {ROOT}), np.int64)  # the root's row is of the decided text
+        num_rows = self.read[sequence].num_rows(tree, nodes)
+        if num_rows.sum() <= free:
+            return request, nodes
+        order = np.argsort(-tree.cum[nodes], kind="stable")
+        nodes = np.sort(nodes[order[num_rows[order].cumsum() <= free]])
         return request.select((request.nodes == ROOT) | np.isin(request.nodes, nodes)), nodes
 
     def _logits(self, hidden: Tensor, ready: list[_Ready]) -> tuple[list[_Ready], Tensor | None]:
