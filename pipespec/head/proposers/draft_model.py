@@ -202,6 +202,8 @@ class DraftModelProposer:
         # waits for the device as often as for one sequence.
         for foreseen, rank in ((False, self._by_probability), (True, self._by_foresight)):
             mine = [x for x in ready if x.request.context.foreseeable == foreseen]
+            if not mine:
+                continue
             mine, logits = self._logits(hidden, mine)
             if logits is not None:
                 ranked = rank(mine, self._allowed(mine, logits), children)
