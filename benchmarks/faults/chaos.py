@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -315,6 +316,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
+    # A fault, which `nohup` would have all processes ignore.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Short, for the names of sockets.
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     try:
