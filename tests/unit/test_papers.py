@@ -94,6 +94,7 @@ def test_plain_pipeline_takes_the_printed_time_without_an_interval() -> None:
     assert quick.over(slow).value == pytest.approx(302.4 / 181.6)
 
 
+@pytest.mark.slow
 def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     cell = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)

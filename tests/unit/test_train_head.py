@@ -93,6 +93,7 @@ def test_a_head_computes_what_eagle_3_does(target: LlamaForCausalLM) -> None:
             torch.testing.assert_close(logits[base - first], wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_written_says_the_same(target: LlamaForCausalLM, tmp_path: Path) -> None:
     texts = [text_of(target, seed) for seed in range(4)]
     embeddings = target.get_input_embeddings().weight

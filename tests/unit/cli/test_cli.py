@@ -156,6 +156,7 @@ def test_user_without_a_home_folder_gets_a_sentence(monkeypatch, tmp_path, capsy
     assert main(["status"]) == 0
 
 
+@pytest.mark.slow
 def test_doctor_reports_what_the_machine_can_run(capsys):
     assert main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)

@@ -88,6 +88,7 @@ def run(*story: object, **settings: object) -> tuple[list[Batch], StoryControlle
     return link.sent, controller
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize(
     "policy",
@@ -113,6 +114,7 @@ def test_head_feeds_the_same_rows_as_the_simulation(policy: SpeculationPolicy, r
     assert compared >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "fastest", "most"),
     [

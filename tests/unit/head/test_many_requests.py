@@ -76,6 +76,7 @@ class Stages:
         return self.entered.get((sequence, node), step) <= step - NUM_STEPS
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(POLICIES),
     st.integers(1, 3),
@@ -336,6 +337,7 @@ def simulated(policy: SpeculationPolicy, machine: Machine, requests: int) -> flo
     return found.tokens / found.ms
 
 
+@pytest.mark.slow
 def test_hardly_any_draft_token_is_fed_where_every_row_takes_as_long_as_the_first():
     machine = Machine((TimeCurve(((1, 37.8), (2, 75.6))),) * 8)
     measured, stated = BestFirst(64, 8), BestFirst(64, 8, row_cost=0.0001)

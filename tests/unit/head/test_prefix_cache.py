@@ -259,6 +259,7 @@ def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SOME)
 @pytest.mark.parametrize("policy", [Root(), BEST_FIRST])
 def test_prompts_with_a_common_beginning_share_it_up_to_the_last_state(model_type, policy):
@@ -323,11 +324,13 @@ loads = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(loads)
 def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
     check_random_load(*load)
 
 
+@pytest.mark.slow
 @given(loads)
 def test_a_draft_with_other_tokens_keeps_its_slots_under_random_load(load):
     """It reads one of the target's tokens as two of its own."""
@@ -337,6 +340,7 @@ def test_a_draft_with_other_tokens_keeps_its_slots_under_random_load(load):
     check_random_load(*load, None, seed, tokens=tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SOME)
 @settings(max_examples=3)
 @given(load=loads)

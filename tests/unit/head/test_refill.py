@@ -162,6 +162,7 @@ class WithPrompts(SimulatedPipeline):
         return [self.sent], [0]
 
 
+@pytest.mark.slow
 def test_no_more_is_drafted_beside_a_prompt_than_its_step_has_rows_for(
     monkeypatch: pytest.MonkeyPatch,
 ):

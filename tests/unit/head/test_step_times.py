@@ -301,6 +301,7 @@ def ms_per_token(
     return (pipeline.result.ms - early[1]) / (pipeline.result.tokens - early[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_a_useless_draft_costs_hardly_anything_where_rows_are_dear(num_stages: int):
     useless = Accuracy({1: 0.1, 16: 0.3}, 0.5)
@@ -326,6 +327,7 @@ def test_learning_costs_hardly_anything_where_rows_and_draft_nodes_are_dear(num_
     assert found < 1.1 * target[0][1]
 
 
+@pytest.mark.slow
 def test_a_good_draft_pays_where_rows_are_dear():
     good = Accuracy({1: 0.8, 16: 0.98}, 0.5)
     learnt = ms_per_token(1, good, 1.0)
@@ -333,6 +335,7 @@ def test_a_good_draft_pays_where_rows_are_dear():
     assert learnt < 0.97 * ms_per_token(1, good, 1.0, learns=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [4, pytest.param(8, marks=pytest.mark.long)])
 def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
     """A batch takes nearly the same whatever its rows, and two cores compute those of all stages in

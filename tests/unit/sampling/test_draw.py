@@ -108,6 +108,7 @@ def test_cut_offs_of_a_flat_row_beyond_the_sorted_tokens_are_exact():
     assert SORTED_FIRST < max(drawn[::2]) < size // 2
 
 
+@pytest.mark.slow
 def test_rounding_of_logits_does_not_change_a_draw():
     """Logits depend in their last bits on the shape of the batch they were computed in."""
     wide = some_logits(3, 20_000)

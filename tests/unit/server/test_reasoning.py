@@ -266,6 +266,7 @@ FORM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "special", "good", "unfit"),
     [

@@ -38,6 +38,7 @@ def planned(*settings: str) -> Deployment:
     return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pools_and_weights_are_those_of_a_loaded_model(rank, dtype):

@@ -25,6 +25,7 @@ def measured(model_type: str, **settings: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_figures_belong_to_the_type_of_k_and_v():
     wide, narrow = (
         each["devices"][0]["stage"]["kv_slot_bytes"]

@@ -40,6 +40,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSli
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     name=st.sampled_from(ARCHITECTURES), these=st.lists(plans(NUM_SLOTS), min_size=1, max_size=3)

@@ -25,6 +25,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", cpu_products.GGML_KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @torch.inference_mode()
@@ -96,6 +97,7 @@ def test_weights_that_are_no_numbers_are_measured_too():
     assert measured([torch.full((64, 32), torch.nan)], [USUAL]).way == USUAL
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_once_on_a_machine(monkeypatch):
     seconds(monkeypatch, usual=1, packed=0.5)
     model = nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Linear(WIDE, 8))

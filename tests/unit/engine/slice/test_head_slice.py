@@ -79,6 +79,7 @@ def test_layers_that_a_head_reads_are_those_of_its_config(tmp_path, config, taps
     assert info.head is not None and info.head.taps == taps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", MTP)
 def test_mtp_layers_of_a_checkpoint_are_counted(tmp_path, model_type):
     folder = heads.write_mtp(model_type, tmp_path / "target", layers=3)

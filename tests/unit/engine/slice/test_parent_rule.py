@@ -3,6 +3,7 @@
 from collections import deque
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,6 +143,7 @@ def test_any_interleaving_has_the_reference_outcome(seed, num_stages, prompt, sc
         assert live == fed - {root}
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_a_pipeline_that_is_served_fairly_decodes_the_text(seed, num_stages):

@@ -76,6 +76,7 @@ def test_a_division_has_the_time_of_one_round_and_of_its_slowest_stage(partition
     assert pipeline["stage_ms"] == 5 + 20  # three layers take the first one 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "draft", "sizes"),
     [

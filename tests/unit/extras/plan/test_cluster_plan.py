@@ -73,6 +73,7 @@ def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type):
         assert shaped == pytest.approx(kept, abs=NUM_LAYERS * (states + nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3"])
 def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path, model_type):
     folder = build_multimodal(model_type, tmp_path / "model")
@@ -97,6 +98,7 @@ def _by_type() -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _by_type())
 def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name):
     """`count` of a config is what an entry must hold."""
@@ -106,6 +108,7 @@ def test_shapes_of_the_table_are_what_transformers_makes_of_its_configs(name):
     assert bool(shape.undecoded) != decoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["Q4_0", "Q6_K", *FP4S, *FP8S[:2], "awq", "gptq symmetric", "gptq 8 bits", "compressed"]
 )
@@ -270,6 +273,7 @@ def test_what_does_not_fit_is_said_with_the_remedies_that_help(gpus, context, dr
 ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llama/Llama-3.2-1B"]
 
 
+@pytest.mark.slow
 def test_the_command_predicts_a_range_and_names_the_layers(capsys):
     options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "30"]
     assert main([*ASKED, *options, "--json"]) == 0
@@ -314,6 +318,7 @@ def test_stages_whose_step_holds_one_draft_round_and_a_part_are_planned_with_two
     assert three["tbt_ms"] < one["tbt_ms"] and two["tbt_ms"] < one["tbt_ms"]
 
 
+@pytest.mark.slow
 def test_where_no_draft_pays_none_is_planned_and_the_fastest_gpu_holds_the_target(capsys):
     asked = ["plan", "model.target=Qwen3-4B", "model.draft=Qwen3-0.6B", "curve=1:0.05"]
     assert main([*asked, "--tokens", "30", "--gpus", "rtx3090,rtx4090", "--json"]) == 0
@@ -325,6 +330,7 @@ def test_where_no_draft_pays_none_is_planned_and_the_fastest_gpu_holds_the_targe
     assert "Use 1 GPU; the others (1 x rtx3090)" in said and "Draft tokens may help" not in said
 
 
+@pytest.mark.slow
 def test_gains_of_several_layouts_are_over_a_plain_pipeline_in_each(capsys):
     assert main([*ASKED, "--gpus", "rtx3090:3,h100", "--weights", "int4", "--tokens", "30"]) == 0
     said = capsys.readouterr().out

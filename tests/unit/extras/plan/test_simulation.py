@@ -145,6 +145,7 @@ def test_trees_of_eight_requests_wait_for_no_draft_round_of_another():
     assert ran.rounds / ran.steps == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_1", [pytest.param(0.5, marks=pytest.mark.long), 0.9])
 def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     """A chain: a token is guessed exactly if it has rank 1."""
@@ -351,6 +352,7 @@ def test_json_holds_the_input_and_the_predictions(capsys):
     assert root["tbt_ms"] == pytest.approx(84) and root["speedup"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_terminal_and_advises(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "policy.width=8", "proposer.rounds=1", "--tokens", "50"]) == 0

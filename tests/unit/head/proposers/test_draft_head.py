@@ -259,6 +259,7 @@ class TargetOfMTP:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_each_mtp_layer_proposes_the_next_token_of_a_path(tmp_path, model_type, layers):
@@ -314,6 +315,7 @@ def test_text_from_the_prefix_cache_is_read_later_by_later_layers(tmp_path):
         layer.runner.check_integrity()
 
 
+@pytest.mark.slow
 def test_many_texts_in_few_slots_are_read_by_all_mtp_layers(tmp_path):
     """What is retained of texts that have ended gives way, and long prompts take several passes."""
     target = TargetOfMTP(tmp_path / "target", 3, "deepseek_v3")

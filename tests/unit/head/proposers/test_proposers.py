@@ -53,6 +53,7 @@ def placed(accuracy: Accuracy, count: int, children: int, seed: int = 0):
     return np.array(ranks), np.array(stated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_synthetic_ranks_follow_the_accuracy_curve(spread):
     count = 4000
@@ -76,6 +77,7 @@ def many():
     return placed(Accuracy(PUBLISHED, 0.6), 6000, children=8)
 
 
+@pytest.mark.slow
 def test_synthetic_probabilities_are_calibrated(many):
     ranks, stated = many
     for low, high in ((0.2, 0.6), (0.6, 0.9), (0.9, 1.0)):

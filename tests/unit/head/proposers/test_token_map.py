@@ -210,6 +210,7 @@ def test_tokens_that_begin_alike_share_a_probability_by_how_often_they_were_read
     assert after[[0, 2]].tolist() == pytest.approx([float(before[0]) / 2] * 2)
 
 
+@pytest.mark.slow
 def test_a_draft_with_other_tokens_is_as_good_where_it_has_them_all():
     """Its vocabulary is the target's in another order: every draft token is right, as without."""
     requests = [Request(i, (1, 2, i), 20) for i in range(3)]
