@@ -1,7 +1,9 @@
 """Files that other processes may read or write at the same time, locks that end with the process
 that holds them, and a private temporary folder that is removed when all its users have ended, even
 if killed. A killed process removes nothing. So a small helper process, `rm` behind a pipe, waits
-until all processes that hold the pipe have ended: the creator, and the children that inherit it."""
+until all processes that hold the pipe have ended: the creator, and the children that inherit it.
+Where it was killed with them, as all processes of a host may be, the next such folder's creator
+removes theirs, as the lock in it is free."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from pathlib import Path
 
 # The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux.
 MAX_SOCKET = 103
+_PREFIX, _LOCK = "pipespec-", "in-use.lock"
 # `read` returns at the end of the pipe, as no process writes to it.
 _REMOVER = 'read -r _; exec rm -rf -- "$0"'
 
@@ -64,9 +67,31 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _unused_path(longest_name: str) -> Path:
-    name = f"pipespec-{secrets.token_urlsafe(6)}"
+    name = f"{_PREFIX}{secrets.token_urlsafe(6)}"
     path = Path(tempfile.gettempdir(), name)
     return path if len(str(path / longest_name)) < MAX_SOCKET else Path("/tmp", name)
+
+
+def _remove_abandoned() -> None:
+    """Remove this user's folders whose creators and helpers were killed."""
+    for parent in {tempfile.gettempdir(), "/tmp"}:
+        for lock in Path(parent).glob(f"{_PREFIX}*/{_LOCK}"):
+            with suppress(OSError):  # it is in use, or gone
+                if lock.parent.lstat().st_uid == os.getuid():
+                    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(lock.parent, ignore_errors=True)
+                    finally:
+                        os.close(descriptor)
+
+
+def _new_lock(path: Path) -> int:
+    """The descriptor of a new file, which is locked from the moment it has its name."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.replace(partial, path)
+    return descriptor
 
 
 class TemporaryFolder:
@@ -74,6 +99,7 @@ class TemporaryFolder:
     is the descriptor for children to inherit; those that are forked do."""
 
     def __init__(self, longest_name: str = "") -> None:
+        _remove_abandoned()
         self.folder = _unused_path(longest_name)
         read, self.hold = os.pipe()
         try:
@@ -88,6 +114,7 @@ class TemporaryFolder:
                 cwd="/",
             )
             self.folder.mkdir(mode=0o700)  # never without what removes it
+            self._lock = _new_lock(self.folder / _LOCK)
         except BaseException:
             os.close(self.hold)
             raise
@@ -106,3 +133,4 @@ class TemporaryFolder:
         self._remover.wait()
         # The helper may have been killed before its time.
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)

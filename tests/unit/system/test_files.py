@@ -3,6 +3,7 @@ import signal
 import subprocess
 import tempfile
 
+import psutil
 import pytest
 
 from pipespec.system.files import TemporaryFolder, write_atomically
@@ -46,3 +47,25 @@ def test_folder_is_removed_when_its_user_closes_it():
     for _ in range(2):
         made.close(60)
         assert not made.folder.exists()
+
+
+def test_what_is_left_where_all_processes_were_killed_goes_with_the_next_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    in_use = TemporaryFolder("socket")
+    if not (child := os.fork()):
+        try:
+            left = TemporaryFolder("socket")
+            (left.folder / "log").write_bytes(b"")
+            for helper in psutil.Process().children():
+                helper.kill()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len([*tmp_path.iterdir()]) == 2
+    another = TemporaryFolder("socket")
+    assert {*tmp_path.iterdir()} == {in_use.folder, another.folder}
+    for folder in (another, in_use):
+        folder.close(60)
+    assert not [*tmp_path.iterdir()]
