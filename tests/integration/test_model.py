@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -202,16 +202,15 @@ def test_norms_of_single_heads_that_members_cannot_share_are_refused(tmp_path):
 def test_members_attend_to_trees_on_the_device_alone():
     """And say that nothing captures or compiles what the host does between their products."""
     path = shared("gemma2")
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    tree = _RandomTree()
 
     def member(group: TPProcessGroup) -> tuple[Tensor, list[str]]:
         (part,) = load(path, 1, group, attention="static")
         capture_graphs(part, [8])
         compile_slice(part)
-        return tree.run([part], batches), part.refused
+        return tree.run([part]), part.refused
 
-    expected = tree.run(load(path, 1), batches)
+    expected = tree.run(load(path, 1))
     for logits, refused in together(2, member):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         graphs, compiler = refused
@@ -233,8 +232,7 @@ def test_tp_workers_compute_the_first_members_calls(model_type, attention, bucke
     """In several lives of the group, with the weights of the first; all attend alike, and replay
     what they have recorded together."""
     path = shared(model_type)
-    trees = [_RandomTree(_random_tokens(11, seed=2), num_nodes=24, seed=seed) for seed in (3, 4)]
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    trees = [_RandomTree(seed) for seed in (3, 4)]
     meeting = [HashStore(), HashStore()]
 
     def member(rank: int) -> list[Tensor]:
@@ -252,7 +250,7 @@ def test_tp_workers_compute_the_first_members_calls(model_type, attention, bucke
             else:
                 with leading_tp_group(part, group, stand_in) as num_slots:
                     assert num_slots == NUM_SLOTS
-                    found.append(tree.run([part], batches))
+                    found.append(tree.run([part]))
             assert (part.attention, part.refused) == (attention, [])
             assert (part.graphs.rows, part.graphs.captured) == ((), tuple(buckets))
         return found
@@ -262,7 +260,7 @@ def test_tp_workers_compute_the_first_members_calls(model_type, attention, bucke
     assert of_worker == []
     for tree, logits in zip(trees, of_leader, strict=True):
         near = ROUNDING.get(model_type, 1e-4)
-        torch.testing.assert_close(logits, tree.run(whole, batches), rtol=1e-4, atol=near)
+        torch.testing.assert_close(logits, tree.run(whole), rtol=1e-4, atol=near)
 
 
 def test_graphs_that_the_first_member_lacks_are_dropped():
@@ -337,8 +335,8 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile():
 
 
 def test_tree_rows_have_the_logits_of_their_own_path(model):
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    logits = tree.run(model.slices(2), batches=[slice(0, 3), slice(3, 14), slice(14, 24)])
+    tree = _RandomTree()
+    logits = tree.run(model.slices(2))
     with torch.inference_mode():
         for node in range(24):
             expected = model.reference(tree.path(node)[None], use_cache=False).logits[0, -1]
@@ -349,10 +347,9 @@ def test_tree_rows_have_the_logits_of_their_own_path(model):
 
 def test_plain_torch_attention_serves_every_architecture(model, some_of):
     some_of(ATTENDING)
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
-    expected = tree.run(model.slices(2), batches)
-    torch.testing.assert_close(tree.run(model.static, batches), expected, rtol=1e-4, atol=1e-4)
+    tree = _RandomTree()
+    expected = tree.run(model.slices(2))
+    torch.testing.assert_close(tree.run(model.static), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slice_is_one_graph_for_every_plan(model, some_of):
@@ -405,7 +402,7 @@ def test_graphs_replay_layers_with_a_running_state(model_type, monkeypatch):
     capture_graphs(part, [2, 8], capture)
     assert (part.graphs.rows, part.refused, len(captured)) == ((2, 8), [], 2)
     replayed.clear()
-    first, second = (_RandomTree(_random_tokens(11, 2), num_nodes=80, seed=seed) for seed in (3, 4))
+    first, second = (_RandomTree(seed, num_nodes=80) for seed in (3, 4))
     batches = [slice(0, 2), slice(2, 10), slice(10, 40), slice(40, 80)]
     near = ROUNDING.get(model_type, 1e-4)
     for tree in (first, second):
@@ -511,7 +508,7 @@ def test_running_states_are_as_large_as_the_checkpoint_foretells(model):
         assert not any(part.recurrent for part in model.slices(2))
         return
     (whole,) = load(model.path, 1)
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    tree = _RandomTree()
     tree.run([whole], batches=[slice(0, 24)])
     book, states = whole.recurrent._book, whole.recurrent.states
     foretold = info.recurrent_bytes(range(NUM_LAYERS), "float32", book.num_states, book.capacity)
@@ -560,9 +557,9 @@ def _random_tokens(count: int, seed: int) -> Tensor:
 class _RandomTree:
     """A prompt and random nodes below it, with scattered slots."""
 
-    def __init__(self, prompt: Tensor, num_nodes: int, seed: int):
+    def __init__(self, seed: int = 3, num_nodes: int = 24):
         generator = torch.Generator().manual_seed(seed)
-        self.prompt = prompt
+        self.prompt = _random_tokens(11, seed=2)
         self.tokens = _random_tokens(num_nodes, seed)
         # Few roots and a bias to recent parents: several branches, several depths.
         self.parent = [-1, -1] + [
@@ -579,7 +576,11 @@ class _RandomTree:
     def path(self, node: int) -> Tensor:
         return torch.cat([self.prompt, self.tokens[self.ancestry(node)]])
 
-    def run(self, slices: list[ModelSlice], batches: list[slice]) -> Tensor:
+    def run(
+        self,
+        slices: list[ModelSlice],
+        batches: Sequence[slice] = (slice(0, 3), slice(3, 14), slice(14, 24)),
+    ) -> Tensor:
         """Logits `[nodes, vocab]`, with the nodes computed batch by batch."""
         size = len(self.prompt)
         prefix, node_slots = self.slots[:size], self.slots[size:]
