@@ -151,6 +151,19 @@ def files(tmp_path_factory):
     return get
 
 
+def in_blocks(
+    path: Path, layers: range = range(NUM_LAYERS), num_slots: int = 64, dtype=torch.float32
+) -> ModelSlice:
+    """A slice that keeps the blocks of the file."""
+    return ModelSlice.load(path, layers, dtype=dtype, quantization=GGUF, num_slots=num_slots)
+
+
+def bytes_in_file(path: Path) -> int:
+    """Of the second layer."""
+    tensors = GGUFReader(path).tensors
+    return sum(int(each.n_bytes) for each in tensors if each.name.startswith("blk.1."))
+
+
 def whole(path: Path) -> AutoModelForCausalLM:
     """As Transformers reads it."""
     return AutoModelForCausalLM.from_pretrained(
@@ -245,12 +258,9 @@ def test_blocks_stay_as_they_are(files, kind, stored):
         for held in (None, GGUF)
     )
     assert kept <= 2 * rounded + ROUNDED * expected.norm()
-    model = ModelSlice.load(path, range(1, 2), dtype=torch.float32, quantization=GGUF, num_slots=4)
+    model = in_blocks(path, range(1, 2))
     assert model.num_weight_bytes <= info.loaded("float32", GGUF).layers[1]
-    in_file = sum(
-        int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
-    )
-    assert model.num_weight_bytes == in_file
+    assert model.num_weight_bytes == bytes_in_file(path)
 
 
 @pytest.mark.parametrize("stored", BLOCKS, ids=lambda each: each.name)
@@ -266,9 +276,7 @@ def test_without_ggml_blocks_are_dequantised_as_they_are_used(files, stored, mon
 def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kind):
     """Beside rows of another sequence and in other KV slots, too."""
     path, rows, tokens = files(kind, Type.Q4_K), len(PROMPT), torch.tensor(PROMPT)
-    model = ModelSlice.load(
-        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=2 * rows
-    )
+    model = in_blocks(path, num_slots=2 * rows)
     assert model.attention == "ggml"
     slots = np.random.default_rng(0).permutation(2 * rows)
     whole = model.forward(tokens, torch.arange(rows), causal_plan(slots[:0], slots[:rows]))
@@ -286,13 +294,7 @@ def test_a_slice_with_one_wrong_layer_is_not_computed_as_one_graph(files, monkey
         return right(graph, 1, 2) if start == 2 else right(graph, start, stop)
 
     monkeypatch.setattr(SliceGraph, "part", wrong)
-    model = ModelSlice.load(
-        files("llama", Type.Q4_K),
-        range(NUM_LAYERS),
-        dtype=torch.float32,
-        quantization=GGUF,
-        num_slots=8,
-    )
+    model = in_blocks(files("llama", Type.Q4_K))
     assert model.attention != "ggml"
     assert "is off by" in model.refused[0]
 
@@ -301,10 +303,7 @@ def test_a_slice_with_one_wrong_layer_is_not_computed_as_one_graph(files, monkey
 def test_a_text_is_the_same_to_the_bit_in_any_chunks_of_its_prompt_and_answer(files, chunks):
     """As many decoded one by one are read again after a failure, beside another sequence too."""
     prompt, num_tokens = 9, 13
-    path = files("llama", Type.Q4_K)
-    model = ModelSlice.load(
-        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=64
-    )
+    model = in_blocks(files("llama", Type.Q4_K))
 
     def hidden(chunks: Sequence[int], sequences: int) -> torch.Tensor:
         runner, found, at = SliceRunner(model, 64), [], 0
@@ -348,10 +347,7 @@ def _undisturbed(_: KVSlotAllocator) -> Iterator[None]:
 def test_a_text_is_the_same_to_the_bit_wherever_its_slots_are(files, occupy, drafted):
     """Read in place, gathered, and moved where they fall; with draft tokens before it or not."""
     prompt, num_tokens = 9, 19
-    path = files("llama", Type.Q4_K)
-    model = ModelSlice.load(
-        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=64
-    )
+    model = in_blocks(files("llama", Type.Q4_K))
     assert model.attention == "ggml"
 
     def token(position: int) -> int:
@@ -397,13 +393,10 @@ def test_experts_stay_in_their_blocks(files, kind, most):
     differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     # A rounding may choose another expert of two that are nearly as good, for a row.
     assert (differences > ROUNDED).sum() <= 1
-    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    model = in_blocks(path, range(1, 2), dtype=torch.bfloat16)
     # What is added to the scores of experts stays in float32.
     assert model.num_weight_bytes - info.loaded("bfloat16", GGUF).layers[1] <= 8
-    in_file = sum(
-        int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
-    )
-    assert model.num_weight_bytes <= most * in_file
+    assert model.num_weight_bytes <= most * bytes_in_file(path)
 
 
 def test_of_a_layer_of_several_types_each_matrix_stays_as_it_is(tmp_path):
@@ -418,7 +411,7 @@ def test_of_a_layer_of_several_types_each_matrix_stays_as_it_is(tmp_path):
     path = write(source, tmp_path / "mixed.gguf", "mixtral", type_of)
     info = inspect(path)
     assert 0 < info.storage.kept_layers[1].weights < info.storage.kept_layers[0].weights
-    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    model = in_blocks(path, range(1, 2), dtype=torch.bfloat16)
     assert model.num_weight_bytes <= info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
     assert text(path, "cluster.stages=2", "policy=best_first") == expected

@@ -3,10 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.recording import stand_in
 
+T = TypeVar("T")
 NEW_TOKENS = 16
 OF_MEMBERS = 6  # tokens; each member computes them with others
 # Compiled in every run: windows and caps, sinks and experts.
@@ -67,12 +69,6 @@ WITHOUT_PLAN = (
     *("jetmoe", "laguna", "lfm2", "llama4_text", "longcat_flash", "mimo_v2_flash", "persimmon"),
     "stablelm",
 )
-
-
-@pytest.fixture(scope="session")
-def checkpoint():
-    """`checkpoint(model_type)`: the folder of a tiny checkpoint, built once."""
-    return shared
 
 
 class Conforming:
@@ -102,9 +98,9 @@ class Conforming:
 
 
 @pytest.fixture(scope="module", params=by_kind())
-def model(request, checkpoint) -> Conforming:
+def model(request) -> Conforming:
     """Each architecture in turn."""
-    return Conforming(checkpoint(request.param))
+    return Conforming(shared(request.param))
 
 
 @pytest.fixture
@@ -161,9 +157,9 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
             assert num_bytes < bytes_of_whole
 
 
-def test_members_draw_the_tokens_that_one_draws(checkpoint):
+def test_members_draw_the_tokens_that_one_draws():
     """From the logits of all parts of the vocabulary, with the noise of seed and position."""
-    path, prompt = checkpoint("llama"), _random_tokens(13, seed=1)
+    path, prompt = shared("llama"), _random_tokens(13, seed=1)
     expected = [_drawn(load(path, 1), prompt, seed) for seed in (1, 2)]
     assert expected[0] != expected[1]
     members = together(
@@ -203,19 +199,18 @@ def test_norms_of_single_heads_that_members_cannot_share_are_refused(tmp_path):
         together(2, lambda group: load(path, 1, group))
 
 
-def test_members_attend_to_trees_on_the_device_alone(checkpoint):
+def test_members_attend_to_trees_on_the_device_alone():
     """And say that nothing captures or compiles what the host does between their products."""
-    path = checkpoint("gemma2")
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    path = shared("gemma2")
+    tree = _RandomTree()
 
     def member(group: TPProcessGroup) -> tuple[Tensor, list[str]]:
         (part,) = load(path, 1, group, attention="static")
         capture_graphs(part, [8])
         compile_slice(part)
-        return tree.run([part], batches), part.refused
+        return tree.run([part]), part.refused
 
-    expected = tree.run(load(path, 1), batches)
+    expected = tree.run(load(path, 1))
     for logits, refused in together(2, member):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         graphs, compiler = refused
@@ -233,12 +228,11 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
         ("qwen3_next", "sdpa", []),
     ],
 )
-def test_tp_workers_compute_the_first_members_calls(checkpoint, model_type, attention, buckets):
+def test_tp_workers_compute_the_first_members_calls(model_type, attention, buckets):
     """In several lives of the group, with the weights of the first; all attend alike, and replay
     what they have recorded together."""
-    path = checkpoint(model_type)
-    trees = [_RandomTree(_random_tokens(11, seed=2), num_nodes=24, seed=seed) for seed in (3, 4)]
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    path = shared(model_type)
+    trees = [_RandomTree(seed) for seed in (3, 4)]
     meeting = [HashStore(), HashStore()]
 
     def member(rank: int) -> list[Tensor]:
@@ -256,23 +250,22 @@ def test_tp_workers_compute_the_first_members_calls(checkpoint, model_type, atte
             else:
                 with leading_tp_group(part, group, stand_in) as num_slots:
                     assert num_slots == NUM_SLOTS
-                    found.append(tree.run([part], batches))
+                    found.append(tree.run([part]))
             assert (part.attention, part.refused) == (attention, [])
             assert (part.graphs.rows, part.graphs.captured) == ((), tuple(buckets))
         return found
 
     whole = load(path, 1)
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = [pool.submit(member, rank) for rank in range(2)]
-    assert runs[1].result() == []
-    for tree, logits in zip(trees, runs[0].result(), strict=True):
+    of_leader, of_worker = both(member)
+    assert of_worker == []
+    for tree, logits in zip(trees, of_leader, strict=True):
         near = ROUNDING.get(model_type, 1e-4)
-        torch.testing.assert_close(logits, tree.run(whole, batches), rtol=1e-4, atol=near)
+        torch.testing.assert_close(logits, tree.run(whole), rtol=1e-4, atol=near)
 
 
-def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
+def test_graphs_that_the_first_member_lacks_are_dropped():
     """They were captured while the slice was loaded, and gather nothing from the others."""
-    path, store = checkpoint("llama"), HashStore()
+    path, store = shared("llama"), HashStore()
 
     def member(rank: int) -> tuple[int, ...]:
         (part,) = load(path, 1, parallel=TPMember(rank, 2), attention="static")
@@ -282,13 +275,12 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
         _meet(part, RecordableGroup(store, rank, 2), stand_in)
         return part.graphs.captured
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        assert [*pool.map(member, range(2))] == [(), ()]
+    assert both(member) == [(), ()]
 
 
-def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
+def test_graphs_that_one_member_cannot_capture_are_captured_by_none():
     """Each replay would wait for all members; those of other sizes serve."""
-    path, store = checkpoint("llama"), HashStore()
+    path, store = shared("llama"), HashStore()
     refused = ("no memory", "another device of the stage cannot capture it")
 
     def member(rank: int) -> tuple[tuple[int, ...], list[str]]:
@@ -306,15 +298,14 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
         _meet(part, RecordableGroup(store, rank, 2), capture)
         return part.graphs.captured, part.refused
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        assert [*pool.map(member, range(2))] == [
-            ((4,), [f"Batches of up to 16 rows are computed without a graph: {why}."])
-            for why in refused
-        ]
+    assert both(member) == [
+        ((4,), [f"Batches of up to 16 rows are computed without a graph: {why}."])
+        for why in refused
+    ]
 
 
-def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint):
-    path = checkpoint("llama")
+def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile():
+    path = shared("llama")
     (part,) = load(path, 1, parallel=TPMember(0, 2), attention="static")
     capture_graphs(part, [4, 16], stand_in)
 
@@ -344,8 +335,8 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint)
 
 
 def test_tree_rows_have_the_logits_of_their_own_path(model):
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    logits = tree.run(model.slices(2), batches=[slice(0, 3), slice(3, 14), slice(14, 24)])
+    tree = _RandomTree()
+    logits = tree.run(model.slices(2))
     with torch.inference_mode():
         for node in range(24):
             expected = model.reference(tree.path(node)[None], use_cache=False).logits[0, -1]
@@ -356,10 +347,9 @@ def test_tree_rows_have_the_logits_of_their_own_path(model):
 
 def test_plain_torch_attention_serves_every_architecture(model, some_of):
     some_of(ATTENDING)
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
-    expected = tree.run(model.slices(2), batches)
-    torch.testing.assert_close(tree.run(model.static, batches), expected, rtol=1e-4, atol=1e-4)
+    tree = _RandomTree()
+    expected = tree.run(model.slices(2))
+    torch.testing.assert_close(tree.run(model.static), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_slice_is_one_graph_for_every_plan(model, some_of):
@@ -395,10 +385,8 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "model_type", [pytest.param("kimi_linear", marks=pytest.mark.long), "bamba"]
-)
-def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monkeypatch):
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bamba"])
+def test_graphs_replay_layers_with_a_running_state(model_type, monkeypatch):
     """Also after another sequence, and a batch too large for the graph, made their pools grow."""
     monkeypatch.setattr(state_sizes, "LEAST_ENTRIES", 16)
     monkeypatch.setattr(recurrent_plan, "MOST_DEPTH", 10)
@@ -409,12 +397,12 @@ def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monke
         replay, result = stand_in(run)
         return lambda: (replayed.append(run), replay()), result
 
-    path = checkpoint(model_type)
+    path = shared(model_type)
     (part,) = load(path, 1, attention="static")
     capture_graphs(part, [2, 8], capture)
     assert (part.graphs.rows, part.refused, len(captured)) == ((2, 8), [], 2)
     replayed.clear()
-    first, second = (_RandomTree(_random_tokens(11, 2), num_nodes=80, seed=seed) for seed in (3, 4))
+    first, second = (_RandomTree(seed, num_nodes=80) for seed in (3, 4))
     batches = [slice(0, 2), slice(2, 10), slice(10, 40), slice(40, 80)]
     near = ROUNDING.get(model_type, 1e-4)
     for tree in (first, second):
@@ -520,12 +508,18 @@ def test_running_states_are_as_large_as_the_checkpoint_foretells(model):
         assert not any(part.recurrent for part in model.slices(2))
         return
     (whole,) = load(model.path, 1)
-    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    tree = _RandomTree()
     tree.run([whole], batches=[slice(0, 24)])
     book, states = whole.recurrent._book, whole.recurrent.states
     foretold = info.recurrent_bytes(range(NUM_LAYERS), "float32", book.num_states, book.capacity)
     assert sum(pool.nbytes for each in states for pool in each.pools.values()) == foretold
     assert book.capacity < 64, "entries are for nodes alone"
+
+
+def both(member: Callable[[int], T]) -> list[T]:
+    """What two members return, each of which meets the other by itself."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return [*pool.map(member, range(2))]
 
 
 def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
@@ -563,9 +557,9 @@ def _random_tokens(count: int, seed: int) -> Tensor:
 class _RandomTree:
     """A prompt and random nodes below it, with scattered slots."""
 
-    def __init__(self, prompt: Tensor, num_nodes: int, seed: int):
+    def __init__(self, seed: int = 3, num_nodes: int = 24):
         generator = torch.Generator().manual_seed(seed)
-        self.prompt = prompt
+        self.prompt = _random_tokens(11, seed=2)
         self.tokens = _random_tokens(num_nodes, seed)
         # Few roots and a bias to recent parents: several branches, several depths.
         self.parent = [-1, -1] + [
@@ -582,7 +576,11 @@ class _RandomTree:
     def path(self, node: int) -> Tensor:
         return torch.cat([self.prompt, self.tokens[self.ancestry(node)]])
 
-    def run(self, slices: list[ModelSlice], batches: list[slice]) -> Tensor:
+    def run(
+        self,
+        slices: list[ModelSlice],
+        batches: Sequence[slice] = (slice(0, 3), slice(3, 14), slice(14, 24)),
+    ) -> Tensor:
         """Logits `[nodes, vocab]`, with the nodes computed batch by batch."""
         size = len(self.prompt)
         prefix, node_slots = self.slots[:size], self.slots[size:]

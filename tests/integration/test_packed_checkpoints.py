@@ -146,8 +146,8 @@ def test_integers_of_eight_bits_become_plain_weights(packed, tmp_path):
             assert torch.equal(
                 found[name.replace(f"model.layers.{i}.", "layers.0.")], expected[name]
             )
-        model = ModelSlice.load(path, range(1, 2), dtype=torch.float16, num_slots=4)
-        assert model.num_weight_bytes == info.loaded("float16", None).layers[1]
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.float16, num_slots=4)
+    assert model.num_weight_bytes == info.loaded("float16", None).layers[1]
 
 
 def text(path: Path, *overrides: str) -> list[list[int]]:

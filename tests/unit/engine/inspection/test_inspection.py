@@ -239,19 +239,6 @@ def test_headers_are_inspected_without_importing_torch(tmp_path):
     assert last == f"pipespec.errors.ModelError: {refusal(broken)}"
 
 
-def test_what_fits_is_remembered(tmp_path, monkeypatch):
-    path = build("llama", tmp_path / "model", hidden_act="gelu")
-    inspect(path)
-
-    def asked(*_: object, **__: object) -> int:
-        raise AssertionError("the model was made again")
-
-    monkeypatch.setattr("pipespec.engine.checkpoint.building.check_fit", asked)
-    inspect(path)
-    with pytest.raises(AssertionError):
-        inspect(build("llama", tmp_path / "other", hidden_act="relu"))
-
-
 NESTED = "[" * 3000 + "]" * 3000
 
 

@@ -93,8 +93,3 @@ def test_a_distilled_draft_has_the_accuracy_that_was_measured(models, tmp_path, 
         0.3: True,
     }
     assert not any(each["measured"] for each in other["drafts"]), "they are of another target"
-
-
-def test_drafts_need_a_target(capsys):
-    assert main(["plan", "--drafts", "stages=2"]) == 2
-    assert "`pipespec plan --drafts` needs model.target" in capsys.readouterr().err

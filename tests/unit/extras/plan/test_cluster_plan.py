@@ -330,13 +330,6 @@ def test_where_no_draft_pays_none_is_planned_and_the_fastest_gpu_holds_the_targe
     assert "Use 1 GPU; the others (1 x rtx3090)" in said and "Draft tokens may help" not in said
 
 
-@pytest.mark.slow
-def test_gains_of_several_layouts_are_over_a_plain_pipeline_in_each(capsys):
-    assert main([*ASKED, "--gpus", "rtx3090:3,h100", "--weights", "int4", "--tokens", "30"]) == 0
-    said = capsys.readouterr().out
-    assert "over plain pipeline parallelism (policy=root) in the same layout, in the rec" in said
-
-
 def test_the_command_plans_layers_with_running_states(capsys):
     kimi, nemotron = MIXED
     asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
@@ -361,6 +354,10 @@ def test_the_command_plans_layers_with_running_states(capsys):
             "d: proposer=suffix policy=level",
         ),
         ([*ASKED, "--gpus", "h100:4", "curve=1:0.7,8:0.95"], "whose first choice is right for 70%"),
+        (
+            [*ASKED, "--gpus", "rtx3090:3,h100", "--weights", "int4"],
+            "over plain pipeline parallelism (policy=root) in the same layout, in the rec",
+        ),
         ([*ASKED, "--gpus", "h100:4"], "Rank 0: the draft on h100, 2.30 GiB, 4."),
         ([*ASKED, "--gpus", "h100:4", "--draft-weights", "int8"], "draft on h100, 1.42 GiB, 4."),
         (["plan", "model.target=a/DeepSeek-V4-Flash", "--gpus", "h200:2"], "pipespec does not dec"),
@@ -393,6 +390,7 @@ def test_known_models_are_listed_within_80_columns(capsys):
         ([*ASKED, "spread=0.5", "--gpus", "h100:2"], "give curve too"),
         ([*ASKED, "--gpus", "h100:2", "--profile", "f"], "are different plans"),
         ([*ASKED, "--gpus", "h100:2", "hosts.yaml"], "--gpus is of no plan with a hosts file"),
+        (["plan", "--drafts", "stages=2"], "`pipespec plan --drafts` needs model.target"),
         (["plan", "--groups"], "for the devices of a hosts file"),
         (["plan", "--models", "stages=2"], "takes no settings"),
         ([*ASKED, "stage_ms=1", "--gpus", "h100:2"], "takes no setting 'stage_ms=1'"),
