@@ -316,7 +316,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
     # A fault, which `nohup` would have all processes ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Short, for the names of sockets.
