@@ -12,8 +12,10 @@ import ctypes.util
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +57,8 @@ ALIGNMENT = 64
 # Seconds for the self-test in its process.
 TEST_S = 60
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS
+# Held while ggml is looked for: each thread of a process would test it, all at once.
+_looking = threading.Lock()
 
 
 class _InitParams(ctypes.Structure):
@@ -240,16 +244,26 @@ class Found:
     why_not: str = ""
 
 
-@cache
 def load() -> Library | None:
     """The library of this machine, or None; `why_not` says why."""
-    found = _found()
-    return None if found.folder is None else Library(Path(found.folder))
+    with _looking:
+        folder = _found().folder
+        return None if folder is None else _library(folder)
 
 
 def why_not() -> str:
     """Why `load` returns None, in one sentence; empty if it does not."""
-    return _found().why_not
+    with _looking:
+        return _found().why_not
+
+
+@cache
+def _library(folder: str) -> Library:
+    return Library(Path(folder))
+
+
+class _NotTested(Exception):
+    """The self-test did not end by itself, which says nothing about the library."""
 
 
 @cache
@@ -268,7 +282,10 @@ def _found() -> Found:
             ],
             "processor": sorted(cpu_flags()),
         }
-        checked = cached_call("ggml", Found, depends, _check, folder)
+        try:
+            checked = cached_call("ggml", Found, depends, _check, folder)
+        except _NotTested as error:  # so another process tests it again
+            checked = Found(None, _failed(folder, error))
         if checked.folder is not None:
             return checked
         refused.append(checked.why_not)
@@ -285,8 +302,12 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def _failed(folder: Path, why: object) -> str:
+    return f"The ggml in {folder} is not used, as its self-test failed: {why}."
+
+
 def _check(folder: Path) -> Found:
-    """Whether the library in a folder is used."""
+    """Whether the library in a folder is used. Raises _NotTested."""
     try:
         library = Library(folder)
     except (OSError, AttributeError) as error:
@@ -304,10 +325,12 @@ def _check(folder: Path) -> Found:
     command = [sys.executable, "-m", "pipespec.engine.ggml.self_test", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_S, check=False)
-        failed = done.stdout.strip().splitlines()[-1:] if done.returncode else None
     except subprocess.TimeoutExpired:
-        failed = [f"it took more than {TEST_S} s"]
-    if failed is not None:
-        why = failed[0] if failed else f"its process ended with {done.returncode}"
-        return Found(None, f"The ggml in {folder} is not used, as its self-test failed: {why}.")
+        raise _NotTested(f"it took more than {TEST_S} s") from None
+    if done.returncode == -signal.SIGKILL:
+        raise _NotTested("its process was killed")
+    if done.returncode:
+        said = done.stdout.strip().splitlines()
+        why = said[-1] if said else f"its process ended with {done.returncode}"
+        return Found(None, _failed(folder, why))
     return Found(str(folder))

@@ -138,8 +138,19 @@ def test_a_library_that_cannot_be_used_is_named_in_a_sentence(tmp_path, make, wh
     assert found.count("\n") == 1
 
 
-def run(code: str, folder: Path) -> str:
-    environment = {PATH_VARIABLE: str(folder), "PATH": "", "HOME": str(folder)}
+def test_a_self_test_that_did_not_end_is_made_again(tmp_path, ggml):
+    """As on a busy machine; and all threads of a process use one library, which is tested once."""
+    look = "from pipespec.engine.ggml import library as l; "
+    unfinished = run(look + "l.TEST_S = 0; print(l.load(), l.why_not())", ggml.folder, tmp_path)
+    assert unfinished.startswith("None ")
+    assert "it took more than 0 s" in unfinished
+    threads = "from concurrent.futures import ThreadPoolExecutor as P; "
+    count = "print(len({id(each) for each in P(4).map(lambda _: l.load(), range(4))}), l.why_not())"
+    assert run(look + threads + count, ggml.folder, tmp_path) == "1 \n"
+
+
+def run(code: str, folder: Path, home: Path | None = None) -> str:
+    environment = {PATH_VARIABLE: str(folder), "PATH": "", "HOME": str(home or folder)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
