@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -42,13 +44,13 @@ ARRIVED = b"ARRIVED"
 
 
 class Controller(RequestLog):
-    """One rank's client, for one epoch. Not for several threads. `submit` and `complete` do not
-    wait for Redis: an error of theirs surfaces at a later call, or at once if Redis was quick. A
-    second connection always has blocking pops of the rank's ready list under way before they are
-    needed, so an announced task costs its owner half a round trip, however many are announced.
-    `kv_tokens` tokens of text fit the rank's KV cache; None: it has none. `row_times`: of its
-    batches, as far as they are measured. `computing`: its attention backend and other choices
-    (`ModelSlice.outcome`), for `pipespec status`. Raises Unreachable or StaleEpoch."""
+    """One rank's client, for one epoch. Not for several threads, but for `look`. `submit` and
+    `complete` do not wait for Redis: an error of theirs surfaces at a later call, or at once if
+    Redis was quick. A second connection always has blocking pops of the rank's ready list under way
+    before they are needed, so an announced task costs its owner half a round trip, however many are
+    announced. `kv_tokens` tokens of text fit the rank's KV cache; None: it has none. `row_times`:
+    of its batches, as far as they are measured. `computing`: its attention backend and other
+    choices (`ModelSlice.outcome`), for `pipespec status`. Raises Unreachable or StaleEpoch."""
 
     def __init__(
         self,
@@ -81,6 +83,9 @@ class Controller(RequestLog):
         )
         self._announcements = RedisConnection(url)
         self._pops = 0
+        # Held but for the blocks of `unattended`.
+        self._attending = threading.Lock()
+        self._attending.acquire()
         self._cancelled: set[int] = set()
         # Whether the queue may hold a request, and whether it was empty and closed when the head
         # read it last. A new epoch begins without a notification, so the head reads once.
@@ -96,6 +101,23 @@ class Controller(RequestLog):
     def close(self) -> None:
         self._announcements.close()
         super().close()
+
+    @contextmanager
+    def unattended(self) -> Iterator[None]:
+        """A block that may last, as it waits for another rank, and does not use this."""
+        self._attending.release()
+        try:
+            yield
+        finally:
+            self._attending.acquire()
+
+    def look(self) -> None:
+        """From another thread, while this is unattended: raise the error of an earlier command."""
+        if self._attending.acquire(blocking=False):
+            try:
+                self._pipe.drain()
+            finally:
+                self._attending.release()
 
     def submit(self, graph: Graph) -> None:
         """Adds the tasks of a step; each step of an epoch follows the one before."""

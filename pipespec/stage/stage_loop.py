@@ -132,7 +132,7 @@ class StageLoop:
 
     def receive(self) -> Batch:
         # Counts the wait of rank 1 for an idle head too.
-        with self.timeline("receive"):
+        with self.timeline("receive"), self.controller.unattended():
             batch = self.link.recv()
         self.step = self.timeline.step = batch.step
         return batch
@@ -246,7 +246,7 @@ class StageLoop:
                 log.warning("request %d ends: %s", start.request, why)
 
     def send(self, batch: Batch) -> None:
-        with self.timeline("send"):
+        with self.timeline("send"), self.controller.unattended():
             self.link.send(batch)
         self._done.append(transfer(self.rank, self.step))
 
@@ -259,7 +259,8 @@ class StageLoop:
             if features is not None and features.shape[1] > size:
                 features = features[:, size:]
             back = Batch(computed.step, decided.rows, features, stop=computed.stop)
-            link.send(back)
+            with self.controller.unattended():
+                link.send(back)
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):

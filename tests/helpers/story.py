@@ -1,6 +1,7 @@
 """A scripted controller and links, so that the loop of one rank runs in one thread."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pipespec.controller.log_records import Accepted
@@ -101,6 +102,9 @@ class StoryController:
 
     def cancelled(self, request: int) -> bool:
         return request in self._cancels
+
+    def unattended(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, graph: Graph) -> None:
         self.submitted.append(graph.step)

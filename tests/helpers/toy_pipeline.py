@@ -6,6 +6,7 @@ any slot has another's content. It counts; nothing is rounded.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,9 @@ class Board:
         self.visible = 0  # verdicts
         self.next_visible = 0  # when the stage has computed its batch
         self.scored: dict[int, int] = {}  # tokens of each prompt that were reported
+
+    def unattended(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def complete(self, tasks: list[Task], payload: bytes = b"") -> None:
         self.visible = max(self.visible, self.next_visible)

@@ -21,6 +21,7 @@ from pipespec.controller.task_graph import Graph, Task, compute, prune, step_gra
 from pipespec.core import DraftTokens
 from pipespec.errors import ControllerError, GraphError, StaleEpoch
 from pipespec.system.folders import resource_dir
+from tests.helpers.waiting import until
 
 numbers = count()
 
@@ -144,6 +145,18 @@ def test_a_rank_that_waits_in_vain_learns_that_it_was_refused(cluster):
     with pytest.raises(GraphError, match="x:3:0"):  # noqa: PT012 - either may say it
         cluster.ranks[2].complete([transfer(3, 0)])
         cluster.ranks[2].wait(prune(2, 0), timeout=5)
+
+
+def test_a_refusal_is_found_while_a_rank_waits_for_another(cluster, pipe):
+    """Else nobody would learn that a verdict was lost: all ranks wait for its step."""
+    rank = cluster.ranks[-1]
+    rank.look()
+    pipe.call("SCRIPT", "FLUSH", "SYNC")
+    with pytest.raises(ControllerError, match="lost the scripts"):  # noqa: PT012 - either may say it
+        rank.complete([compute(cluster.num_stages, 0)], b"verdict")
+        with rank.unattended():
+            until(rank.look)
+    rank.look()  # it is the rank's own again
 
 
 A, B, C = compute(0, 0), compute(1, 0), prune(1, 0)

@@ -119,6 +119,26 @@ def test_block_does_not_end_while_its_links_are_aborted(redis):
     assert overlapped == [False]
 
 
+def test_what_a_waiting_rank_does_not_see_is_reported_once(redis):
+    begin(redis)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(threading.get_ident())
+        if len(looks) == 2:
+            raise ControllerError("a command was lost.")
+
+    with Membership(redis.url, NAMESPACE) as shared, beating(redis) as heartbeat:
+        epoch = heartbeat.next(0).number
+        with heartbeat.aborting(epoch, look=look):
+            (found,) = shared.suspicions(PATIENCE_S)
+            begin(redis)
+            heartbeat.next(epoch)
+        assert (found.epoch, found.worker, found.reason) == (epoch, WORKER, "a command was lost.")
+    assert len(looks) == 2
+    assert threading.get_ident() not in looks
+
+
 def test_an_epoch_that_is_over_is_not_guarded(redis):
     begin(redis)
     link = RecordingLink()

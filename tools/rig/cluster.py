@@ -48,7 +48,7 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
             model = load_model(deployment, number)
             with (
                 rank_grammars(deployment, number) as grammars,
-                join_rank(deployment, where, number, model, grammars) as run_loop,
+                join_rank(deployment, where, number, model, grammars) as (_, run_loop),
                 closing(connect_links(deployment, where, number, store)) as link,
             ):
                 try:

@@ -1,6 +1,6 @@
 """Renews the lease of a worker and watches for new epochs, in a thread beside its work. The thread
-hands over epochs under its condition, and ends the links of an epoch that is over. Everything else
-belongs to the worker's main thread."""
+hands over epochs under its condition, ends the links of an epoch that is over, and finds what the
+main thread does not see while it waits for a neighbour. Everything else belongs to that."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class Heartbeat:
         self._gone: ControllerError | None = None
         self._closed = False
         self._links: tuple[Callable[[], None], ...] = ()
+        self._look: tuple[int, Callable[[], None]] | None = None  # and the epoch
         # The thread whose links were aborted; None: it has left them, or none were. Since when it
         # waits in gloo, for how many seconds that was seen, and when last.
         self._user = 0
@@ -89,12 +90,17 @@ class Heartbeat:
                 raise self._gone
 
     @contextmanager
-    def aborting(self, epoch: int, *links: Callable[[], None]) -> Iterator[None]:
+    def aborting(
+        self, epoch: int, *links: Callable[[], None], look: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """Abort links by these functions, once, from another thread, if the epoch ends within the
-        block. Blocks may be nested; the links of the inner one come in place of the others. Raises
+        block. Blocks may be nested; the links of the inner one come in place of the others. `look`
+        is called there now and then; what it raises is reported (`suspect`): a command that was
+        refused or lost, whose result others wait for, while this thread waits for them. Raises
         StaleEpoch if the epoch has ended already."""
         with self._changed:
             outer, self._links = self._links, links
+            self._look = None if look is None else (epoch, look)
             self._user = threading.get_ident()
         try:
             self.check(epoch)
@@ -102,7 +108,7 @@ class Heartbeat:
         finally:
             with self._changed:
                 self._links = outer if self._aborted is None else ()
-                self._aborted = None
+                self._look = self._aborted = None
 
     def suspect(self, epoch: int, reason: str) -> None:
         """Report that something is wrong with an epoch, if Redis can be reached."""
@@ -126,6 +132,7 @@ class Heartbeat:
                             self._publish(gone=Unreachable(f"{sentence}{away_s:.0f} s."))
                             return
                         self._check_released()
+                        self._report_fault(shared)
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
                         if epoch is not None:
                             self._publish(epoch)
@@ -140,6 +147,22 @@ class Heartbeat:
             except ControllerError as error:
                 self._publish(gone=error)
                 return
+
+    def _report_fault(self, shared: Membership) -> None:
+        """Report what `look` finds, once."""
+        with self._changed:
+            given = self._look
+        if given is None:
+            return
+        epoch, look = given
+        try:
+            look()
+        except StaleEpoch:  # the next one is on its way
+            pass
+        except ControllerError as error:
+            with self._changed:
+                self._look = None if self._look is given else self._look
+            shared.suspect(epoch, self._worker, str(error))
 
     def _publish(self, epoch: Epoch | None = None, gone: ControllerError | None = None) -> None:
         with self._changed:

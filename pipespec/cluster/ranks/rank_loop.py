@@ -101,10 +101,10 @@ def join_rank(
     grammars: Grammars | None,
     *,
     num_slots: int | None = None,
-) -> Iterator[Callable[[Transport], None]]:
-    """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
-    runs the loop of the head or of a stage over its links, until the head says stop. The rank may
-    use `num_slots` KV slots of the model; None: all."""
+) -> Iterator[tuple[Controller, Callable[[Transport], None]]]:
+    """Join the controller as a rank whose models are loaded; leave it with the block. Yields it,
+    and what runs the loop of the head or of a stage over its links, until the head says stop. The
+    rank may use `num_slots` KV slots of the model; None: all."""
     config, num_stages = deployment.config, len(deployment.layers)
     runner = tokens = None
     if model is not None:
@@ -150,7 +150,7 @@ def join_rank(
             with progress.part(LATE_S):
                 stage.run_until_stop()
 
-        yield run_loop
+        yield controller, run_loop
 
 
 def _run_head(

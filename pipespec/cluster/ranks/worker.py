@@ -161,7 +161,10 @@ def join_and_run(
     links = held.assignment.links(deployment.config.transport.seal)
     with (
         meeting_store(held) as store,
-        join_rank(deployment, where, held.rank, model, grammars, num_slots=num_slots) as run_loop,
+        join_rank(deployment, where, held.rank, model, grammars, num_slots=num_slots) as (
+            controller,
+            run_loop,
+        ),
     ):
         progress.begin(MEETING_S)
         with Membership(where.url, where.namespace) as shared, Waiting():
@@ -177,7 +180,8 @@ def join_and_run(
             returned=held.assignment.return_link(deployment.config.transport.seal),
         )
         aborted = (transport.abort, *([] if group is None else [group.abort]))
-        with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
+        aborting = held.heartbeat.aborting(where.epoch, *aborted, look=controller.look)
+        with closing(transport), aborting:
             try:
                 run_loop(transport)
             except RankFailed as error:
