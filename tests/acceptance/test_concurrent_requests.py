@@ -184,7 +184,7 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
 @pytest.mark.long
 def test_preemption_changes_no_text(clusters, prompts):
     """KV for some 150 tokens, and a crowd that wants 324: greedy and sampled, one cancelled."""
-    running = clusters.running(*CROWD, *BEST_FIRST, "model.kv_memory=800KiB", *SHORT)
+    running = clusters.running(*CROWD, *BEST_FIRST, "model.kv_memory=900KiB", *SHORT)
     asked = [prompt[:30] for prompt in prompts[:8]] * 2
     greedy = cluster.reference(resource_dir("demo") / "target", asked[:8], TOKENS)
     drawn = [answers(running, [prompt], lambda _: SAMPLED)[0] for prompt in asked[8:]]

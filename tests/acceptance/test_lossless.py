@@ -74,7 +74,8 @@ def test_every_policy_and_stage_count_gives_hugging_faces_text(demo, redis, stag
     settings = f"cluster.stages={stages}", *POLICIES[policy]
     per_step = decoded(demo, redis, NEW_TOKENS[stages], some, *settings)
     if policy == "root":
-        assert per_step == [1.0] * len(per_step), "one row in flight"
+        # One row in flight; batches of other requests are between, where there are many.
+        assert set(per_step) <= {1.0, 1 / stages}
 
 
 @pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, UNEVEN, share=6))

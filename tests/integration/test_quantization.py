@@ -28,6 +28,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.formats.fp4 import MXFP4
 from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
 from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice import speedups
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
@@ -116,6 +117,8 @@ def test_sizes_are_foretold(quantization):
                 expected, rel=0.05
             )  # short rows, many scales
             assert model.dtype == getattr(torch, dtype)
+            speedups.use_fastest_products(model)  # which computes plain weights alone by ggml
+            assert model.of_ggml is None
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

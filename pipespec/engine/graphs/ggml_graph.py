@@ -171,8 +171,9 @@ class SliceGraph:
         return compute.GgmlTensor(self._library, F32, memory.shape, memory, 0)
 
     def _plain(self, module: Any) -> compute.GgmlTensor:
-        _require(hasattr(module, "weight") and module.weight.dtype == torch.float32)
+        _require(hasattr(module, "weight"))
         weight = module.weight.detach()
+        _require(type(weight) is Tensor and weight.dtype == torch.float32)  # torchao has subclasses
         return matrix(self._library, "F32", weight.numpy(), tuple(weight.shape))
 
     def _product(self, module: Any) -> tuple[_Product, Tensor | None]:
